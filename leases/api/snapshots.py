@@ -24,6 +24,7 @@ from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Snapshot
 from sandboxes.models.state import SnapshotKind
 from sandboxes.state import workspace
+from sandboxes.state.exact_tars import OMISSION_KINDS
 
 
 class NewSnapshotSerializer(StrictSerializer):
@@ -54,6 +55,12 @@ class ForkSerializer(AcquireSerializer):
     )
 
 
+class OmissionSerializer(serializers.Serializer):
+    kind = serializers.ChoiceField([*OMISSION_KINDS.items()])
+    count = serializers.IntegerField()
+    paths = serializers.ListField(child=serializers.CharField(), help_text="The first 5, of which at most 200 characters.")
+
+
 class SnapshotSerializer(serializers.Serializer):
     id = serializers.UUIDField()
     name = serializers.CharField(help_text="Name given on creation.")
@@ -62,7 +69,10 @@ class SnapshotSerializer(serializers.Serializer):
         "earlier snapshot, made current by a restore; forked: copy of the forked lease's workspace.",
     )  # fmt: skip
     at = serializers.DateTimeField(help_text="Creation time. The next wake starts from the newest snapshot.")
-    size_bytes = serializers.IntegerField()
+    size_bytes = serializers.IntegerField(help_text="Size of the stored tar.")
+    omitted = OmissionSerializer(
+        many=True, help_text="What the snapshot does not keep, and a restore does therefore not bring back."
+    )
 
 
 NEW_SNAPSHOT_SERIALIZER = NewSnapshotSerializer()
@@ -166,4 +176,5 @@ def serialize_snapshot(snapshot: Snapshot) -> dict[str, Any]:
         "kind": snapshot.kind,
         "at": format_timestamp(snapshot.at),
         "size_bytes": snapshot.size_bytes,
+        "omitted": snapshot.omitted,
     }

@@ -32,8 +32,10 @@ from sandboxes.formatting import format_bytes
 from sandboxes.models import Sandbox
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.state import workspace
+from sandboxes.state.exact_tars import OMISSION_KINDS
 
 MAX_PANEL_ROWS = 12  # rows of the panel of operators' actions
+MAX_OMITTED_PATHS = 5
 SNAPSHOT_KIND_LABELS = {
     SnapshotKind.SLEEP: "evicted",
     SnapshotKind.ASKED: "on request",
@@ -59,7 +61,7 @@ class SnapshotAdmin(DownloadModelAdmin):
         "history": ListTab("History", "No snapshots yet. One is made when a sandbox is evicted or on request."),
     }
     fieldsets = build_all_fields_fieldset(
-        "id", "sandbox", "incarnation", "holder", "kind", "name", "at", "key", "size_bytes", "digests", "local",
+        "id", "sandbox", "incarnation", "holder", "kind", "name", "at", "key", "size_bytes", "digests", "omitted", "local",
         "vendor_snapshot", "vendor_host", "vendor_expires_at", "forgotten_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/sandboxes/snapshot/objects.html"
@@ -96,6 +98,7 @@ class SnapshotAdmin(DownloadModelAdmin):
                     describe_snapshot_location(row),
                     note=format_html("deleted {}", render_time_ago(row.forgotten_at)) if row.forgotten_at else "",
                 ),
+                SummaryField("Not kept", describe_omissions(row), note=describe_omitted_paths(row)),
                 build_sandbox_field(row),
                 build_holder_field(row.holder),
                 build_agent_field(row.sandbox.agent_did),
@@ -136,6 +139,16 @@ def describe_snapshot_location(row: Snapshot) -> str:
         return "deleted"
     places = "local copy and store" if row.local else "store"
     return f"{places}, vendor's snapshot" if row.vendor_snapshot else places
+
+
+def describe_omissions(row: Snapshot) -> str:
+    """Count what the snapshot does not keep, by kind."""
+    return ", ".join(f"{each['count']:,} {OMISSION_KINDS[each['kind']]}" for each in row.omitted) or "nothing"
+
+
+def describe_omitted_paths(row: Snapshot) -> str:
+    paths = dict.fromkeys(formatting.format_path(path) for each in row.omitted for path in each["paths"])
+    return ", ".join([*paths][:MAX_OMITTED_PATHS])
 
 
 def find_snapshots(row: Sandbox) -> QuerySet[Snapshot]:

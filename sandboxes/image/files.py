@@ -26,8 +26,8 @@ TYPE_CHECKING = False  # as in typing, whose import takes milliseconds
 if TYPE_CHECKING:
     import re
     import tarfile
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from typing import BinaryIO, Self
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import IO, Any, BinaryIO, Self
 
 NO_FILE, BAD_PATH, TOO_LARGE, EXISTS = 3, 4, 5, 6  # exit codes of the command line
 CHUNK_BYTES = 1 << 18
@@ -35,6 +35,14 @@ MAX_OPEN_DIRECTORIES = 200  # descriptors held for one path
 MAX_CLEAR_DEPTH = 50  # `clear` moves deeper directories to the root instead of descending
 MAX_PATH_BYTES = 4000  # of a relative path; system calls accept up to 4096, so only malicious programs create longer paths
 MAX_MTIME_SECONDS = 8**11 - 1  # maximum of a plain tar header
+MAX_STORED_MTIME_SECONDS = 1 << 40  # beyond what any file system stores, and within what os.utime accepts
+MIN_HOLE_BYTES = 64 << 10  # shorter holes of a sparse file are written as zeros
+MAX_EXTENTS = 4096  # parts of a sparse file that have data; the rest of a file with more is written as it is read
+MAX_SPARSE_DATA_BYTES = 8**11 - 1  # maximum of a plain tar header, without which tarfile does not find the next member
+MAX_LINKED_FILES = 100_000  # files with several names that are recognized in one tree: a sandbox has little memory
+MAX_REPORTED_PATHS, MAX_REPORTED_CHARACTERS = 5, 200  # of each kind of omission, and of each of these paths
+OMISSIONS_RECORD = "LEASEHOLD.omitted"  # pax record of the last member
+KEPT_MODE_BITS = 0o1777  # permissions and the sticky bit
 UNLIMITED = 1 << 60
 # Symbolic link, not a directory, socket, name too long.
 _WRONG_TYPE_ERRNOS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG)
@@ -42,6 +50,9 @@ _NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _REGULAR_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe must not block
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
+
+_SPECIAL_KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+_NO_HARD_LINKS_ERRNOS = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 # Fields of FileStat in sandboxes/providers/base.py: kind, mode, size, mtime, stamp, target.
 StatFields = tuple[str, int, int, int, str, str]
@@ -170,9 +181,25 @@ def clear(root: str, recreated: Sequence[str] = (), *, seconds: float = math.inf
 
 
 def size(root: str, *, max_entries: int = UNLIMITED, seconds: float = math.inf) -> int:
-    """Return the sum of the sizes of all regular files, in bytes. A file with two hard links counts twice."""
-    below = _walk(root, max_entries=max_entries, until=time.monotonic() + seconds)
-    return sum(status.st_size for _, _, _, status in below if stat.S_ISREG(status.st_mode))
+    """Return the bytes that `pack` with `exact` stores of all regular files: of each file once, without the holes."""
+    total, linked = 0, _LinkedFiles()
+    for parent, name, path, status in _walk(root, max_entries=max_entries, until=time.monotonic() + seconds):
+        if stat.S_ISREG(status.st_mode) and linked.find_first(status) is None:
+            total += _measure_data(parent, name, status)
+            linked.add(status, path)
+    return total
+
+
+def _measure_data(parent: int, name: str, status: os.stat_result) -> int:
+    if not _may_have_holes(status):
+        return status.st_size
+    try:
+        with _open_regular(parent, name) as file:
+            return sum(length for _, length in _find_extents(file.fileno(), status.st_size))
+    except (FileNotFoundError, BadPath):
+        return 0  # removed or replaced since it was listed
+    except PermissionError:  # another owner
+        return status.st_size
 
 
 def scan(
@@ -203,25 +230,42 @@ def scan(
 
 
 def pack(
-    root: str, out: BinaryIO, *, only: Collection[str] | None = None, exclude: Sequence[str] = (), seconds: float = math.inf
+    root: str,
+    out: BinaryIO,
+    *,
+    only: Collection[str] | None = None,
+    exclude: Sequence[str] = (),
+    exact: bool = False,
+    seconds: float = math.inf,
 ) -> None:
     """Write all directories, regular files and symbolic links below `root` as a tar, sorted by name.
 
-    Sockets, pipes and paths longer than MAX_PATH_BYTES are omitted. A file whose size changes during the read is truncated or
-    padded with zeros to its initial size. `only` and `exclude` as in Provider.get_files."""
+    Sockets, pipes, devices and paths longer than MAX_PATH_BYTES are omitted. A file whose size changes during the read is
+    truncated or padded with zeros to its initial size. `only` and `exclude` as in Provider.get_files.
+
+    With `exact` the tar also has hard links, holes of sparse files (in the GNU format 1.0), modification times to the
+    nanosecond, and the sticky bit. Its last member is the root, with what is not kept in the pax record OMISSIONS_RECORD."""
     import tarfile
 
-    skip, until = build_exclude_filter(exclude), time.monotonic() + seconds
-    entries = _walk(root, skip=skip, until=until) if only is None else _walk_selected(root, only, skip, until)
+    skip, until, omissions = build_exclude_filter(exclude), time.monotonic() + seconds, Omissions()
+    if only is None:
+        entries = _walk(root, skip=skip, until=until, note_long_path=omissions.note_long_path)
+    else:
+        entries = _walk_selected(root, only, skip, until)
+    linked = _LinkedFiles() if exact else None
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as tar:
         for parent, name, path, status in entries:
             member = tarfile.TarInfo(path)
             member.mode, member.mtime = stat.S_IMODE(status.st_mode), _mtime_seconds(status)
+            if exact:
+                _describe_exactly(member, status)
+                omissions.note(parent, name, path, status)
             try:
-                if stat.S_ISREG(status.st_mode):
-                    with _open_regular(parent, name) as file:
-                        member.size = os.fstat(file.fileno()).st_size
-                        tar.addfile(member, _ExactReader(file, member.size))
+                if linked and (first := linked.find_first(status)) is not None:
+                    member.type, member.linkname = tarfile.LNKTYPE, first
+                    tar.addfile(member)
+                elif stat.S_ISREG(status.st_mode):
+                    _pack_file(tar, member, parent, name, linked, omissions)
                 elif stat.S_ISDIR(status.st_mode):
                     member.type = tarfile.DIRTYPE
                     tar.addfile(member)
@@ -231,6 +275,179 @@ def pack(
             except (FileNotFoundError, BadPath):
                 pass  # removed or replaced since it was listed
             tar.members = []  # type: ignore[attr-defined]  # tarfile remembers all members, and a sandbox has little memory
+        if exact:
+            tar.addfile(build_last_member(omissions.kinds))
+
+
+def _pack_file(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str, linked: _LinkedFiles | None, omissions: Omissions
+) -> None:
+    with _open_regular(parent, name) as file:
+        status = os.fstat(file.fileno())
+        member.size = status.st_size
+        extents = _find_extents(file.fileno(), member.size) if linked and _may_have_holes(status) else []
+        if linked and not linked.add(status, member.name):
+            omissions.add("hard_link", member.name)
+        if extents and sum(length for _, length in extents) < min(member.size, MAX_SPARSE_DATA_BYTES):
+            tar.addfile(member, _describe_holes(member, file, extents))
+        else:
+            os.lseek(file.fileno(), 0, os.SEEK_SET)  # not file.seek, which trusts a position that _find_extents has changed
+            tar.addfile(member, _ExactReader(file, member.size))
+
+
+def _describe_exactly(member: tarfile.TarInfo, status: os.stat_result) -> None:
+    """Set the mode and the modification time of a member as `pack` with `exact` stores them."""
+    member.mode = status.st_mode & KEPT_MODE_BITS
+    if record := format_exact_mtime(status.st_mtime_ns):
+        member.pax_headers = {"mtime": record}
+
+
+def format_exact_mtime(mtime_ns: int) -> str:
+    """Return the value of the pax record `mtime`; "" if a plain header holds the time exactly."""
+    seconds, nanoseconds = divmod(abs(mtime_ns), 10**9)
+    if not nanoseconds and mtime_ns >= 0 and seconds <= MAX_MTIME_SECONDS:
+        return ""
+    fraction = f".{nanoseconds:09}" if nanoseconds else ""
+    return f"{'-' if mtime_ns < 0 else ''}{seconds}{fraction}"
+
+
+def parse_exact_mtime(member: tarfile.TarInfo) -> int:
+    """Return the modification time of a member in nanoseconds, limited to MAX_STORED_MTIME_SECONDS. Raise BadPath."""
+    import re
+
+    match = re.fullmatch(r"(-?)([0-9]{1,20})(?:[.]([0-9]*))?", member.pax_headers.get("mtime", ""))
+    try:
+        nanoseconds = int(member.mtime) * 10**9
+    except (ValueError, OverflowError) as error:  # not a number, or infinite
+        raise BadPath(f"{member.name!r} has a modification time that no file has") from error
+    if match:
+        nanoseconds = int(match[2]) * 10**9 + int((match[3] or "")[:9].ljust(9, "0"))
+        nanoseconds = -nanoseconds if match[1] else nanoseconds
+    limit = MAX_STORED_MTIME_SECONDS * 10**9
+    return min(max(nanoseconds, -limit), limit)
+
+
+def _describe_holes(member: tarfile.TarInfo, file: BinaryIO, extents: list[tuple[int, int]]) -> _ExtentReader:
+    """Make a member sparse. Return the content to store for it: the map of its extents, and their data."""
+    ends_with_hole = sum(extents[-1]) < member.size
+    numbers = [number for extent in [*extents, *[(member.size, 0)] * ends_with_hole] for number in extent]
+    table = "".join(f"{number}\n" for number in [len(numbers) // 2, *numbers]).encode()
+    table += bytes(-len(table) % 512)
+    member.pax_headers = {
+        **member.pax_headers, "GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": member.name,
+        "GNU.sparse.realsize": str(member.size),
+    }  # fmt: skip
+    member.name, member.size = "GNUSparseFile.0/file", len(table) + sum(length for _, length in extents)
+    return _ExtentReader(table, file.fileno(), extents)
+
+
+def _may_have_holes(status: os.stat_result) -> bool:
+    return status.st_size - status.st_blocks * 512 >= MIN_HOLE_BYTES
+
+
+def _find_extents(fd: int, size: int) -> list[tuple[int, int]]:
+    """Return the (offset, length) of the parts of a file that have data, in order, and at least one.
+
+    Holes shorter than MIN_HOLE_BYTES count as data, and so does everything after MAX_EXTENTS parts."""
+    extents: list[tuple[int, int]] = []
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+            end = min(os.lseek(fd, start, os.SEEK_HOLE), size)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # the rest is a hole
+                break
+            return [(0, size)]  # the file system does not say
+        if start >= size:
+            break
+        if extents and start - sum(extents[-1]) < MIN_HOLE_BYTES:
+            start = extents.pop()[0]
+        elif len(extents) == MAX_EXTENTS - 1:
+            end = size
+        extents.append((start, end - start))
+    return extents or [(0, 0)]
+
+
+class _LinkedFiles:
+    """First path of each regular file with several names, until all of its names have been seen."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int, int], tuple[int, str]] = {}  # identity -> (names not seen yet, first path)
+
+    def find_first(self, status: os.stat_result) -> str | None:
+        """Return the first path of the same unchanged file; None for a file that has not been seen."""
+        if status.st_nlink < 2 or not stat.S_ISREG(status.st_mode):
+            return None
+        remaining, first = self._first.pop(self._identify(status), (0, None))
+        if remaining > 1 and first is not None:
+            self._first[self._identify(status)] = remaining - 1, first
+        return first
+
+    def add(self, status: os.stat_result, path: str) -> bool:
+        """Remember a file that has several names. Return False if there are too many such files."""
+        if status.st_nlink > 1:
+            if len(self._first) >= MAX_LINKED_FILES:
+                return False
+            self._first[self._identify(status)] = status.st_nlink - 1, path
+        return True
+
+    @staticmethod
+    def _identify(status: os.stat_result) -> tuple[int, int, int]:
+        # With the time of the last change: a program may remove the file meanwhile, and the next file has the same inode.
+        return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+class Omissions:
+    """Entries and attributes that an exact tar does not keep: by kind, the count and the first paths."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, tuple[int, list[str]]] = {}
+
+    def add(self, kind: str, path: str) -> None:
+        count, paths = self.kinds.get(kind, (0, []))
+        if len(paths) < MAX_REPORTED_PATHS:
+            paths = [*paths, path[:MAX_REPORTED_CHARACTERS]]
+        self.kinds[kind] = count + 1, paths
+
+    def note_long_path(self, path: str) -> None:
+        self.add("long_path", path)
+
+    def note_mode(self, path: str, mode: int) -> None:
+        if mode & (stat.S_ISUID | stat.S_ISGID):
+            self.add("set_id_bit", path)
+
+    def note(self, parent: int, name: str, path: str, status: os.stat_result) -> None:
+        """Note what is not kept of an entry."""
+        kind = stat.S_IFMT(status.st_mode)
+        if kind in _SPECIAL_KINDS:
+            self.add(_SPECIAL_KINDS[kind], path)
+        elif kind != stat.S_IFLNK:
+            self.note_mode(path, status.st_mode)
+            if _has_extended_attributes(parent, name):
+                self.add("extended_attribute", path)
+
+
+def _has_extended_attributes(parent: int, name: str) -> bool:
+    """Return whether an entry has attributes that its owner has set, or an access control list."""
+    try:
+        names = os.listxattr(f"/proc/self/fd/{parent}/{name}", follow_symlinks=False)
+    except OSError:  # not supported, or removed since it was listed
+        return False
+    return any(attribute.startswith(("user.", "system.posix_acl_")) for attribute in names)
+
+
+def build_last_member(omissions: Mapping[str, tuple[int, Sequence[str]]]) -> tarfile.TarInfo:
+    """Return the last member of an exact tar: the root, with the omissions by kind."""
+    import tarfile
+
+    member = tarfile.TarInfo(".")
+    member.type, member.mode = tarfile.DIRTYPE, 0o755
+    if omissions:
+        import json
+
+        member.pax_headers = {OMISSIONS_RECORD: json.dumps(omissions, separators=(",", ":"))}
+    return member
 
 
 def unpack(root: str, source: BinaryIO) -> None:
@@ -243,14 +460,14 @@ def unpack(root: str, source: BinaryIO) -> None:
 
     try:
         _unpack(root, source)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError) as error:  # ValueError: numbers in pax records
         raise BadPath(str(error)) from error
 
 
 def _unpack(root: str, source: BinaryIO, *, below: tuple[str, ...] = ()) -> None:
     import tarfile
 
-    directories: list[tuple[tuple[str, ...], int, float]] = []
+    directories: list[tuple[tuple[str, ...], int, int]] = []
     with (
         _DirectoryTree(root, writing=True) as tree,
         tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK_BYTES, tarinfo=_build_member_type()) as tar,
@@ -259,7 +476,7 @@ def _unpack(root: str, source: BinaryIO, *, below: tuple[str, ...] = ()) -> None
             parts = below + _resolve_member_path(member.name)
             if member.isdir():
                 tree.open(parts, make=True)
-                directories.append((parts, member.mode & 0o777, member.mtime))
+                directories.append((parts, member.mode & KEPT_MODE_BITS, parse_exact_mtime(member)))
             elif parts:
                 _write_member(tree, parts, member, tar)
             tar.members = []  # type: ignore[attr-defined]  # as in pack
@@ -268,7 +485,7 @@ def _unpack(root: str, source: BinaryIO, *, below: tuple[str, ...] = ()) -> None
         for parts, mode, mtime in reversed(directories):  # last, because a mode may forbid writing; deepest first
             if parts:
                 directory = tree.open(parts)
-                os.utime(directory, (mtime, mtime))
+                os.utime(directory, ns=(mtime, mtime))
                 tree.modes[directory] = mode
 
 
@@ -324,27 +541,44 @@ def _compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
 
 def _write_member(tree: _DirectoryTree, parts: tuple[str, ...], member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
     parent, name = tree.open(parts[:-1], make=True), parts[-1]
-    status = _lstat_or_none(parent, name)
+    status, mtime = _lstat_or_none(parent, name), parse_exact_mtime(member)
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise BadPath(f"{member.name} exists and is a directory")
     if member.issym():
         _unlink(parent, name)
         os.symlink(member.linkname, name, dir_fd=parent)
-        os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
+        os.utime(name, ns=(mtime, mtime), dir_fd=parent, follow_symlinks=False)
     elif member.isreg():
         _unlink(parent, name)
-        content = tar.extractfile(member)
-        assert content is not None
         with _create_file(parent, name) as file:
-            while chunk := content.read(CHUNK_BYTES):
-                file.write(chunk)
-            file.flush()
-            os.utime(file.fileno(), (member.mtime, member.mtime))
-            os.fchmod(file.fileno(), member.mode & 0o777)
+            _write_content(member, tar, file)
+            os.utime(file.fileno(), ns=(mtime, mtime))
+            os.fchmod(file.fileno(), member.mode & KEPT_MODE_BITS)
     elif member.islnk():
         _link_member(tree, _resolve_member_path(member.linkname), parts)
     else:
         raise BadPath(f"{member.name} is a device or a pipe")
+
+
+def _write_content(member: tarfile.TarInfo, tar: tarfile.TarFile, file: BinaryIO) -> None:
+    content: Any = tar.extractfile(member)
+    extents: list[tuple[int, int]] = getattr(member, "sparse", None) or [(0, member.size)]
+    position = 0
+    for offset, length in extents:
+        if offset < position or length < 0 or offset + length > member.size:
+            raise BadPath(f"{member.name!r} has an invalid map of holes")
+        content.raw.seek(offset)  # of the unbuffered file: the buffered one of Python 3.11 cannot seek in a stream
+        file.seek(offset)
+        _copy(content.raw, file, length)
+        position = offset + length
+    file.truncate(member.size)  # after a hole at the end
+
+
+def _copy(source: IO[bytes], target: BinaryIO, length: int) -> None:
+    """Copy `length` bytes, or fewer up to the end of the source."""
+    while length > 0 and (chunk := source.read(min(length, CHUNK_BYTES))):
+        target.write(chunk)
+        length -= len(chunk)
 
 
 def _link_member(tree: _DirectoryTree, old: tuple[str, ...], new: tuple[str, ...]) -> None:
@@ -356,9 +590,24 @@ def _link_member(tree: _DirectoryTree, old: tuple[str, ...], new: tuple[str, ...
             raise BadPath(f"{'/'.join(new)} is a hard link to something that is not a regular file")
         if old != new:
             _unlink(parent, new[-1])
-            os.link(old[-1], new[-1], src_dir_fd=source_directory, dst_dir_fd=parent, follow_symlinks=False)
+            try:
+                os.link(old[-1], new[-1], src_dir_fd=source_directory, dst_dir_fd=parent, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS_ERRNOS:
+                    raise
+                _copy_file(source_directory, old[-1], parent, new[-1])
     finally:
         os.close(source_directory)
+
+
+def _copy_file(source_directory: int, old: str, parent: int, new: str) -> None:
+    """Copy a file, its mode and its modification time. For file systems without hard links, or with too few for one file."""
+    with _open_regular(source_directory, old) as source, _create_file(parent, new) as file:
+        status = os.fstat(source.fileno())
+        _copy(source, file, status.st_size)
+        file.flush()
+        os.utime(file.fileno(), ns=(status.st_mtime_ns, status.st_mtime_ns))
+        os.fchmod(file.fileno(), status.st_mode & KEPT_MODE_BITS)
 
 
 @cache
@@ -392,6 +641,7 @@ def _walk(
     *,
     deep: bool = True,
     skip: Callable[[str], bool] | None = None,
+    note_long_path: Callable[[str], object] | None = None,
     max_entries: int = UNLIMITED,
     until: float = math.inf,
 ) -> Iterator[tuple[int, str, str, os.stat_result]]:
@@ -415,7 +665,11 @@ def _walk(
                 raise TooLarge("too many entries")
             for name in names:
                 path = prefix + name
-                if _is_too_long(path) or (skip and skip(path)):
+                if skip and skip(path):
+                    continue
+                if _is_too_long(path):
+                    if note_long_path:
+                        note_long_path(path)
                     continue
                 try:
                     status = os.lstat(name, dir_fd=parent)
@@ -666,6 +920,26 @@ class _ExactReader:
         return content.ljust(wanted, b"\0")
 
 
+class _ExtentReader:
+    """Reader of the map of a sparse file, and then of its extents. Pads with zeros an extent that the file no longer has."""
+
+    def __init__(self, table: bytes, fd: int, extents: list[tuple[int, int]]) -> None:
+        self.table, self.fd, self.extents = table, fd, extents[::-1]
+
+    def read(self, limit: int = CHUNK_BYTES, /) -> bytes:
+        """Return exactly `limit` bytes, except at the end: a tar would else be shorter than its headers say."""
+        chunks, wanted = [self.table[:limit]], limit - len(self.table[:limit])
+        self.table = self.table[limit:]
+        while wanted and self.extents:
+            offset, length = self.extents.pop()
+            chunk = os.pread(self.fd, min(length, wanted), offset).ljust(min(length, wanted), b"\0")
+            chunks.append(chunk)
+            wanted -= len(chunk)
+            if len(chunk) < length:
+                self.extents.append((offset + len(chunk), length - len(chunk)))
+        return b"".join(chunks)
+
+
 def main(argv: Sequence[str]) -> int:
     """Execute one command line. Return the exit code.
 
@@ -701,7 +975,7 @@ def main(argv: Sequence[str]) -> int:
             case ["pack", root, selection, excluded]:
                 words, pattern_count = _decode_paths(source.read()), int(excluded)
                 only = words[pattern_count:] if selection == "only" else None
-                pack(root, out, only=only, exclude=words[:pattern_count])
+                pack(root, out, only=only, exclude=words[:pattern_count], exact=selection == "exact")
             case ["unpack", root]:
                 unpack(root, source)
             case ["unpack_and_look", root, max_entries]:

@@ -7,7 +7,7 @@ import uuid
 from datetime import UTC, datetime
 
 from django.db import models
-from django.db.models import Q
+from django.db.models import Q, Value
 
 KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # part of every key, so that pruning knows the age of an object
 
@@ -37,6 +37,10 @@ class Snapshot(models.Model):
     key = models.CharField(max_length=255, help_text="Prefix of the objects in the store: KEY/workspace and others.")
     size_bytes = models.PositiveBigIntegerField()
     digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
+    omitted = models.JSONField(
+        default=list, db_default=Value([], models.JSONField()),
+        help_text="What the snapshot does not keep: kind, count, first paths. Empty: nothing, or an older snapshot.",
+    )  # fmt: skip
     local = models.BooleanField(default=True, help_text="A second copy is in the state directory of `host`.")
     host = models.ForeignKey(
         "sandboxes.Host", on_delete=models.PROTECT, null=True, blank=True, related_name="+",

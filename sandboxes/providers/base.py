@@ -507,6 +507,7 @@ class Provider(ABC):
         *,
         only: Collection[str] | None = None,
         exclude: Sequence[str] = (),
+        exact: bool = False,
         max_bytes: int | None = None,
         timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
@@ -514,9 +515,13 @@ class Provider(ABC):
 
         `only` restricts it to existing entries with exactly these relative paths, without their parents or children.
         `exclude` lists fnmatch patterns, matched against path elements, or against relative paths if they contain a slash. A
-        matching entry is omitted with everything below it. Raise TooLarge once the tar exceeds `max_bytes`, in which sparse
-        files have their apparent size, and Unavailable if the sandbox takes longer than `timeout` and a second for each MiB;
-        the limit is never exceeded on the host's disk."""
+        matching entry is omitted with everything below it. Raise TooLarge once the tar exceeds `max_bytes`, and Unavailable if
+        the sandbox takes longer than `timeout` and a second for each MiB; the limit is never exceeded on the host's disk.
+
+        With `exact`, and without `only`, `put_files` restores from the tar also hard links, holes of sparse files, modification
+        times to the nanosecond, and the sticky bit; its last member lists what is not kept (sandboxes/state/exact_tars.py). A
+        sandbox with an older image may return a tar without these. Otherwise each name of a file has a copy, sparse files have
+        their apparent size, and times are in seconds from 1970 on."""
 
     @abstractmethod
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:
@@ -543,7 +548,9 @@ class Provider(ABC):
 
     @abstractmethod
     def size(self, ref: str, root: str) -> int:
-        """Return the sum of the sizes of all regular files below /workspace or /data, in bytes."""
+        """Return the bytes that an exact tar stores of all regular files below /workspace or /data.
+
+        A file with several names counts once, and holes of sparse files do not count."""
 
     @abstractmethod
     def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:

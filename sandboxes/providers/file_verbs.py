@@ -120,12 +120,15 @@ class FileVerbsProvider(Provider):
         *,
         only: Collection[str] | None = None,
         exclude: Sequence[str] = (),
+        exact: bool = False,
         max_bytes: int | None = None,
         timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
         patterns = check_patterns(exclude)
         selected = [] if only is None else [check_relative_path(root, path) for path in only]
-        words = ("pack", check_root(root), "all" if only is None else "only", str(len(patterns)))
+        # A files.py of an earlier version takes "exact" for "all".
+        selection = "only" if only is not None else "exact" if exact else "all"
+        words = ("pack", check_root(root), selection, str(len(patterns)))
         chunks = self._stream_output(ref, words, _encode_stdin(*patterns, *selected))
         return Pace(timeout, clock=self.clock).limit(chunks, max_bytes=max_bytes)
 

@@ -3,23 +3,22 @@
 Reading from the store wakes no sandbox. Results and errors equal those of the live sandbox."""
 
 import io
-import shutil
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 from uuid import UUID
 
-from sandboxes.image.files import list_path_prefixes
+from sandboxes.image.files import UNLIMITED, list_path_prefixes
 from sandboxes.models.state import AgentData, DataFile, DataStorageMode
 from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
 from sandboxes.providers.base import DATA, WORKSPACE, FileStat, Provider
 from sandboxes.providers.errors import BadPath, NoSuchFile, TooLarge
-from sandboxes.providers.tar_validation import is_plain_tar
 from sandboxes.state import disk_space, pull, workspace
-from sandboxes.state.spool import FileSlice
+from sandboxes.state.exact_tars import is_exact_tar
+from sandboxes.state.spool import FileSlice, SparseSlice
 
 MAX_ENTRIES = 100_000  # entries of a stored copy, all held in memory
 CHUNK_BYTES = 1 << 20
@@ -132,11 +131,19 @@ class StoredFiles(FileTree):
         return self.entries[path]
 
 
+class StoredContent(NamedTuple):
+    """Position of a file's content in a tar. The data of a sparse file's extents, as (offset, length), follow each other."""
+
+    offset: int
+    extents: list[tuple[int, int]] | None
+
+
 class StoredWorkspace(StoredFiles):
     """The newest snapshot, overlaid with the files that the next use of the sandbox would write first."""
 
-    def __init__(self, tar: BinaryIO | None, overlay: Mapping[str, bytes], *, now: datetime) -> None:
-        self.tar, self.overlay, self.content_offsets = tar, overlay, dict[str, int]()
+    def __init__(self, tar: BinaryIO | None, overlay: Mapping[str, bytes], *, max_tar_bytes: int, now: datetime) -> None:
+        self.tar, self.overlay, self.max_tar_bytes = tar, overlay, max_tar_bytes
+        self.contents = dict[str, StoredContent]()
         entries = self._index(tar) if tar else {}
         mtime = int(now.timestamp())
         entries |= {path: FileStat("file", 0o644, len(content), mtime, "") for path, content in overlay.items()}
@@ -146,17 +153,19 @@ class StoredWorkspace(StoredFiles):
         if path in self.overlay:
             return io.BytesIO(self.overlay[path][start:])
         assert self.tar is not None  # without a snapshot there are no other files
-        return FileSlice(self.tar, self.content_offsets[path] + start, self.entries[path].size - start)
+        offset, extents = self.contents[path]
+        if extents is None:
+            return FileSlice(self.tar, offset + start, self.entries[path].size - start)
+        return SparseSlice(self.tar, offset, extents, start, self.entries[path].size)
 
     def pack(self, under: str, out: BinaryIO) -> None:
-        if self.tar and not under and not self.overlay:
-            self.tar.seek(0)
-            shutil.copyfileobj(self.tar, out, CHUNK_BYTES)
-        else:
-            super().pack(under, out)
+        size = sum(stat.size for stat in self._below(under).values())
+        if size > self.max_tar_bytes:  # holes of sparse files are written as zeros
+            raise TooLarge(f"the files have {size} bytes in all; an archive has at most {self.max_tar_bytes}")
+        super().pack(under, out)
 
     def _index(self, tar: BinaryIO) -> dict[str, FileStat]:
-        if not is_plain_tar(tar):
+        if not is_exact_tar(tar):
             raise Unreadable("the snapshot has unsupported members or headers")
         entries: dict[str, FileStat] = {}
         with tarfile.open(fileobj=tar, mode="r:") as members:
@@ -165,11 +174,16 @@ class StoredWorkspace(StoredFiles):
                 if ".." in parts or len(entries) > MAX_ENTRIES:
                     raise Unreadable("the snapshot has paths outside of its root, or too many members")
                 path = "/".join(parts)
-                kind = "file" if member.isreg() else "directory" if member.isdir() else "link"
-                if path:
-                    mode, size = member.mode & 0o777, member.size if kind == "file" else 0
-                    entries[path] = FileStat(kind, mode, size, int(member.mtime), "", member.linkname)
-                    self.content_offsets[path] = member.offset_data
+                if member.islnk():
+                    if member.linkname not in self.contents:
+                        raise Unreadable("the snapshot has a hard link to something that is not a file")
+                    entries[path], self.contents[path] = entries[member.linkname], self.contents[member.linkname]
+                elif path:
+                    kind = "file" if member.isreg() else "directory" if member.isdir() else "link"
+                    mode, size, mtime = member.mode & 0o777, member.size if kind == "file" else 0, max(int(member.mtime), 0)
+                    entries[path] = FileStat(kind, mode, size, mtime, "", member.linkname)
+                    if kind == "file":
+                        self.contents[path] = StoredContent(member.offset_data, getattr(member, "sparse", None))
                 members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
         return entries
 
@@ -207,13 +221,14 @@ def open_workspace(holder: UUID, initial_files: Mapping[str, bytes], *, now: dat
     overlay = {path.removeprefix(f"{WORKSPACE}/"): content for path, content in initial_files.items()}
     with ExitStack() as stack:
         if newest is None:
-            yield StoredWorkspace(None, overlay, now=now)
+            yield StoredWorkspace(None, overlay, max_tar_bytes=UNLIMITED, now=now)
             return
         try:
             tar, _ = stack.enter_context(workspace.open_snapshot(newest, now=now))
         except workspace.CorruptSnapshot as error:
             raise Unreadable(str(error)) from error
-        yield StoredWorkspace(tar, {} if workspace.is_own(newest) else overlay, now=now)
+        max_tar_bytes = workspace.compute_max_tar_bytes(newest.sandbox.pool.workspace_limit_mib << 20)
+        yield StoredWorkspace(tar, {} if workspace.is_own(newest) else overlay, max_tar_bytes=max_tar_bytes, now=now)
 
 
 @contextmanager

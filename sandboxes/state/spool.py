@@ -1,9 +1,11 @@
 """Spool files on the disk of the state directory, and parallel transfers."""
 
+import bisect
 import io
+import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from typing import Any, BinaryIO, cast
@@ -51,6 +53,34 @@ class FileSlice:
         chunk = os.pread(self.source.fileno(), remaining if size < 0 else min(size, remaining), self.position)
         self.position += len(chunk)
         return chunk
+
+
+class SparseSlice:
+    """Reader of a sparse file of a tar from offset `start`: of its extents, whose data follow each other, and of its holes."""
+
+    def __init__(self, source: BinaryIO, data_offset: int, extents: Sequence[tuple[int, int]], start: int, size: int) -> None:
+        self.source, self.position, self.end = source, start, size
+        self.offsets = [offset for offset, _ in extents]
+        self.lengths = [length for _, length in extents]
+        self.data_offsets = [*itertools.accumulate(self.lengths[:-1], initial=data_offset)]
+
+    def read(self, size: int = -1, /) -> bytes:
+        remaining = self.end - self.position
+        chunks, wanted = list[bytes](), remaining if size < 0 else min(size, remaining)
+        while wanted > 0:
+            index = bisect.bisect_right(self.offsets, self.position) - 1
+            within = self.position - self.offsets[index] if index >= 0 else 0
+            if index >= 0 and within < self.lengths[index]:
+                length = min(wanted, self.lengths[index] - within)
+                chunks.append(os.pread(self.source.fileno(), length, self.data_offsets[index] + within))
+            else:
+                hole_end = self.offsets[index + 1] if index + 1 < len(self.offsets) else self.end
+                chunks.append(bytes(min(wanted, hole_end - self.position)))
+            if not chunks[-1]:
+                break  # the tar is cut off
+            self.position += len(chunks[-1])
+            wanted -= len(chunks[-1])
+        return b"".join(chunks)
 
 
 def run_parallel(function: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:

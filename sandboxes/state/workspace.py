@@ -30,6 +30,7 @@ from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key
 from sandboxes.providers.base import DATA, WORKSPACE, Provider
 from sandboxes.providers.errors import TooLarge
 from sandboxes.state import disk_space, missing_snapshots
+from sandboxes.state.exact_tars import read_omissions
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
 from sandboxes.storage.observed import DeleteRefused
@@ -82,9 +83,10 @@ def persist(
         raise _build_size_error(sandbox, size)
     disk_space.require_state_space(0 if sandbox.excludes else size)
     try:
-        files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, max_bytes=max_bytes)
+        files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, exact=True, max_bytes=max_bytes)
         _write_local_copy(snapshot, disk_space.check_while_writing(files))
         with (local_directory(snapshot) / "workspace").open("rb") as source:
+            snapshot.omitted = read_omissions(source)
             get_store().upload(f"{snapshot.key}/workspace", track_transfer(source))
     except TooLarge as error:
         _remove_local_directory(snapshot)
@@ -98,16 +100,15 @@ def persist(
 def compute_max_tar_bytes(limit_bytes: int) -> int:
     """Return the maximum size of a tar of files that may hold `limit_bytes`.
 
-    The slack of a quarter and 16 MiB covers the headers of many small files. It also covers an honest workspace that outgrew
-    its limit during the last command: commands are refused above the limit, but the state is still stored."""
-    return limit_bytes + limit_bytes // 4 + (16 << 20)
+    The slack of a half and 32 MiB covers the headers of many small files, 1.5 KiB each. It also covers an honest workspace that
+    outgrew its limit during the last command: commands are refused above the limit, but the state is still stored."""
+    return limit_bytes + limit_bytes // 2 + (32 << 20)
 
 
 def _build_size_error(sandbox: Sandbox, size: int) -> WorkspaceFull:
     limit = sandbox.pool.workspace_limit_mib
     return WorkspaceFull(
-        f"The workspace holds {size >> 20} MiB, the limit is {limit} MiB. Sparse files count with their apparent size. "
-        "Delete files through the files API, then try again.",
+        f"The workspace holds {size >> 20} MiB, the limit is {limit} MiB. Delete files through the files API, then try again.",
         workspace_bytes=size,
         limit_bytes=limit << 20,
     )

@@ -7,7 +7,7 @@ import re
 import tarfile
 import tracemalloc
 from collections.abc import Callable
-from html import unescape
+from html import escape, unescape
 from urllib.parse import urlencode
 
 import pytest
@@ -250,6 +250,16 @@ def work() -> list[str]:
         done.append(getattr(tasks, verb)(*row.task["args"]))
         row.delete()
     return done
+
+
+def test_page_of_a_snapshot_lists_what_is_not_kept(operator: Client, lease: Lease, used: Sandbox) -> None:
+    copy = snapshots.take_snapshot(lease.pk, now=NOW)
+    assert "nothing" in operator.get(row_url(copy, "change")).content.decode().split("Not kept")[1][:300]
+    omitted = [{"kind": "pipe", "count": 1200, "paths": ["a\nb"]}, {"kind": "set_id_bit", "count": 1, "paths": [MARKUP]}]
+    Snapshot.objects.update(omitted=omitted)
+    page = operator.get(row_url(copy, "change")).content.decode()
+    assert "1,200 named pipes, 1 set-ID bits" in page
+    assert escape(f"a\\nb, {MARKUP}") in page
 
 
 def test_a_snapshot_is_taken_by_the_queue_and_not_by_the_request(

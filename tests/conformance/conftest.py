@@ -134,9 +134,10 @@ class SandboxHandle:
         return self.provider.read_range(self.ref, f"{self.root}/{path}", start=start, length=length)
 
     def python(self, code):
-        """Run a Python script in the root."""
+        """Run a Python script in the root. Return its output."""
         done = self.run("python3", "-c", f"import os, socket\n{code}", cwd=self.root)
         assert done.exit_code == 0, done.stderr
+        return done.stdout
 
 
 @dataclass

@@ -15,9 +15,9 @@ from sandboxes.models import Sandbox, SandboxState
 from sandboxes.providers.base import DATA, WORKSPACE
 from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.file_verbs import parse_listing
-from sandboxes.state import changes, skills
+from sandboxes.state import changes, exact_tars, skills
 from tests.conformance.conftest import BY_ENGINE, make_box_fixture
-from tests.support.storage.tars import directory, file, link, pack
+from tests.support.storage.tars import directory, file, link, other, pack
 
 ODD = [
     "-rf", "with space", "ünïcode 漢字 🎲", "--", "two\nlines", "tab\there", 'it\'s "quoted" $HOME `id` \\', "*", ".hidden",
@@ -379,6 +379,89 @@ def test_invalid_pattern_is_rejected(box):
     for pattern in ("a\0b", "\ud800"):
         with pytest.raises(Rejected):
             box.get(exclude=[pattern])
+
+
+# --- exact tars ---------------------------------------------------------------------------------------------------
+
+STATE = r"""
+os.mkdir('d'); open('d/one', 'w').write('x'); os.link('d/one', 'two'); os.link('d/one', 'a'); os.symlink('nowhere', 'dangling')
+os.symlink('t' * 4000, 'long'); os.mkdir('empty'); os.mkdir('n' * 255); open('-rf\n' + '\udcff' * 100, 'w').close()
+with open('sparse', 'wb') as file:
+    file.write(b'begin'); file.seek(512 << 20); file.write(b'end'); file.truncate(1 << 30)
+open('hole', 'wb').truncate(1 << 30); os.chmod('d', 0o1777); os.chmod('two', 0o640)
+for number, name in enumerate(['two', 'sparse', 'hole', 'dangling', 'empty', 'd']):
+    os.utime(name, ns=(0, -1_500_000_001 + number * 10**17 + number), follow_symlinks=False)
+"""
+DESCRIPTION = r"""
+def describe():
+    for folder, folders, names in os.walk(b'.'):
+        for path in sorted(os.path.join(folder, name) for name in folders + names):
+            s = os.lstat(path)
+            if path.startswith(b'./.home'): continue
+            target = os.readlink(path) if os.path.islink(path) else b''
+            count = 0 if os.path.isdir(path) else s.st_nlink
+            size = 0 if os.path.isdir(path) else s.st_size
+            yield path, oct(s.st_mode), s.st_mtime_ns, count, size, s.st_blocks < 1000, target
+print([*describe()], os.path.samefile('two', 'a'), open('sparse', 'rb').read(5), open('a').read())
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("root", [WORKSPACE, DATA])
+def test_exact_tar_restores_links_holes_times_and_sticky_bits(real, root):
+    real.root = root
+    real.python(STATE)
+    before = real.python(DESCRIPTION)
+    tar = b"".join(real.provider.get_files(real.ref, root, exact=True))
+    assert len(tar) < 1 << 20
+    assert real.provider.size(real.ref, root) < 1 << 20
+    assert exact_tars.is_exact_tar(io.BytesIO(tar))
+    assert exact_tars.read_omissions(io.BytesIO(tar)) == []
+    real.provider.clear(real.ref, root)
+    real.provider.put_files(real.ref, root, io.BytesIO(tar))
+    assert real.python(DESCRIPTION) == before
+    assert len(before) > 1000
+
+
+@pytest.mark.smoke
+def test_exact_tar_lists_what_it_does_not_keep(real):
+    real.python(r"""
+os.mkfifo('pipe'); s = socket.socket(socket.AF_UNIX); s.bind('socket'); open('program', 'w'); os.chmod('program', 0o6755)
+for number in range(7): os.mkfifo(f'd{number}')
+here = os.getcwd()
+for _ in range(20): os.mkdir('d' * 250); os.chdir('d' * 250)
+os.chdir(here)
+""")
+    tar = io.BytesIO(b"".join(real.provider.get_files(real.ref, real.root, exact=True)))
+    long_path = "/".join(["d" * 250] * 16)
+    assert exact_tars.read_omissions(tar) == [
+        {"kind": "pipe", "count": 8, "paths": ["d0", "d1", "d2", "d3", "d4"]},
+        {"kind": "socket", "count": 1, "paths": ["socket"]},
+        {"kind": "long_path", "count": 1, "paths": [long_path[:200]]},
+        {"kind": "set_id_bit", "count": 1, "paths": ["program"]},
+    ]
+    real.provider.clear(real.ref, real.root)
+    real.provider.put_files(real.ref, real.root, tar)
+    assert real.look()["program"].mode == 0o755
+
+
+def test_exact_tar_keeps_the_links_and_times_of_a_tar(box):
+    (member, content), second, folder = file("d/one"), other("two", tarfile.LNKTYPE, "d/one"), directory("d", mode=0o1755)[0]
+    member.mtime, folder.mtime = -5, 1_100_000_000
+    member.pax_headers, folder.pax_headers = {"mtime": "-4.25"}, {"mtime": "1100000000.123456789"}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for each in ((folder, None), (member, content), second):
+            tar.addfile(*each)
+    packed.seek(0)
+    box.provider.put_files(box.ref, box.root, packed)
+    members = {name: member for name, (member, _) in box.get_members(exact=True).items()}
+    assert {(name, member.linkname) for name, member in members.items() if member.islnk()} in (
+        {("two", "d/one")}, {("d/one", "two")},
+    )  # fmt: skip
+    assert [member.pax_headers["mtime"] for member in members.values() if member.isreg()] == ["-4.250000000"]
+    assert (members["d"].pax_headers["mtime"], members["d"].mode) == ("1100000000.123456789", 0o1755)
+    assert box.get()["two"] == b"content"
 
 
 # --- removing -----------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ class DataMachine(RuleBasedStateMachine):
         for verb, path, other in edits:
             if verb == "write":
                 self.contents += 1
-                place(files, path, File(f"content {self.contents}\n".encode(), mtime=self.contents))
+                place(files, path, File(f"content {self.contents}\n".encode(), mtime_ns=self.contents * 10**9))
                 unsaved[path] = digest(f"content {self.contents}\n".encode())
             else:
                 change(files, verb, path, other)

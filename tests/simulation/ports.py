@@ -47,7 +47,7 @@ class Work:
 
     def apply(self) -> None:
         for path, text in self.writes.items():
-            self.files[path] = File(text.encode(), mtime=0)
+            self.files[path] = File(text.encode(), mtime_ns=0)
         for path in self.removes:
             self.files.pop(path, None)
 

@@ -4,9 +4,12 @@ import io
 import itertools
 import tarfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from sandboxes.image.files import KEPT_MODE_BITS, Omissions, build_last_member, format_exact_mtime, parse_exact_mtime
+from sandboxes.image.files import BadPath as InvalidMember
 from sandboxes.providers.arguments import split_sandbox_path
 from sandboxes.providers.base import FileStat
 from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile
@@ -18,13 +21,13 @@ _stamps = itertools.count(1)
 class _Stamped:
     """Modification time and unique stamp of an immutable entry. A change replaces the entry."""
 
-    mtime: int = field(default_factory=lambda: int(time.time()), kw_only=True, compare=False)
+    mtime_ns: int = field(default_factory=time.time_ns, kw_only=True, compare=False)
     stamp: int = field(default_factory=lambda: next(_stamps), kw_only=True, compare=False, init=False)
 
 
 @dataclass(frozen=True)
 class File(_Stamped):
-    """Regular file."""
+    """Regular file. The same object under several paths is a file with hard links."""
 
     content: bytes
     mode: int = 0o644
@@ -109,15 +112,35 @@ def list_below(files: Files, directory: str) -> list[tuple[str, Entry]]:
 
 def stat_entry(entry: Entry) -> FileStat:
     """Return an entry's metadata."""
-    stamp = f"{entry.stamp}"
+    stamp, mtime = f"{entry.stamp}", max(entry.mtime_ns // 10**9, 0)
     if isinstance(entry, File):
-        return FileStat("file", entry.mode, len(entry.content), entry.mtime, stamp)
+        return FileStat("file", entry.mode & 0o777, len(entry.content), mtime, stamp)
     if isinstance(entry, Link):
-        return FileStat("link", 0o777, 0, entry.mtime, stamp, entry.target)
-    return FileStat("directory", entry.mode, 0, entry.mtime, stamp)
+        return FileStat("link", 0o777, 0, mtime, stamp, entry.target)
+    return FileStat("directory", entry.mode & 0o777, 0, mtime, stamp)
 
 
-def build_tar_member(name: str, entry: Entry) -> tuple[tarfile.TarInfo, BinaryIO | None]:
+def write_tar(out: BinaryIO, entries: Iterable[tuple[str, Entry]], *, exact: bool) -> None:
+    """Write entries by their names in the tar, as files.pack does."""
+    first_names, omissions = dict[int, str](), Omissions()
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for name, entry in entries:
+            member, content = _build_tar_member(name, entry)
+            if exact:
+                if not isinstance(entry, Link):
+                    member.mode = entry.mode & KEPT_MODE_BITS
+                    omissions.note_mode(name, entry.mode)
+                if record := format_exact_mtime(entry.mtime_ns):
+                    member.pax_headers = {"mtime": record}
+                first = first_names.setdefault(id(entry), name)
+                if isinstance(entry, File) and first != name:
+                    member.type, member.linkname, member.size, content = tarfile.LNKTYPE, first, 0, None
+            tar.addfile(member, content)
+        if exact:
+            tar.addfile(build_last_member(omissions.kinds))
+
+
+def _build_tar_member(name: str, entry: Entry) -> tuple[tarfile.TarInfo, BinaryIO | None]:
     """Return an entry's tar header, and its content if it is a file."""
     member, stat = tarfile.TarInfo(name), stat_entry(entry)
     member.mode, member.mtime, member.size, member.linkname = stat.mode, stat.mtime, stat.size, stat.target
@@ -129,15 +152,15 @@ def build_tar_member(name: str, entry: Entry) -> tuple[tarfile.TarInfo, BinaryIO
 
 def unpack_member(files: Files, root: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
     """Add a tar member below `root`. Raise BadPath for paths outside of it and for special files."""
-    path, mode, mtime = _resolve_member_path(root, member.name), member.mode & 0o777, int(member.mtime)
+    path, mode, mtime_ns = _resolve_member_path(root, member.name), member.mode & KEPT_MODE_BITS, _parse_mtime(member)
     if path == root:
         return
     if member.isdir():
         if not isinstance(files.get(path, Folder()), Folder):
             raise BadPath(f"{member.name} exists and is not a directory.")
-        put_entry(files, path, Folder(mode, mtime=mtime))
+        put_entry(files, path, Folder(mode, mtime_ns=mtime_ns))
     elif member.issym():
-        put_entry(files, path, Link(member.linkname, mtime=mtime))
+        put_entry(files, path, Link(member.linkname, mtime_ns=mtime_ns))
     elif member.islnk():
         target = files.get(_resolve_member_path(root, member.linkname))
         if not isinstance(target, File):
@@ -146,9 +169,16 @@ def unpack_member(files: Files, root: str, member: tarfile.TarInfo, tar: tarfile
     elif member.isreg():
         content = tar.extractfile(member)
         assert content is not None
-        put_entry(files, path, File(content.read(), mode, mtime=mtime))
+        put_entry(files, path, File(content.read(), mode, mtime_ns=mtime_ns))
     else:
         raise BadPath(f"{member.name} is a device or a pipe.")
+
+
+def _parse_mtime(member: tarfile.TarInfo) -> int:
+    try:
+        return parse_exact_mtime(member)
+    except InvalidMember as error:
+        raise BadPath(f"{error}.") from None
 
 
 def _resolve_member_path(root: str, name: str) -> str:

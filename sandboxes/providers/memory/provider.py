@@ -68,7 +68,6 @@ from sandboxes.providers.memory.file_tree import (
     File,
     Files,
     Folder,
-    build_tar_member,
     check_parents,
     get_regular_file,
     list_below,
@@ -76,6 +75,7 @@ from sandboxes.providers.memory.file_tree import (
     put_entry,
     stat_entry,
     unpack_member,
+    write_tar,
 )
 from sandboxes.providers.memory.programs import (
     PROGRAMS,
@@ -454,6 +454,7 @@ class MemoryProvider(HookedCalls, Provider):
         *,
         only: Collection[str] | None = None,
         exclude: Sequence[str] = (),
+        exact: bool = False,
         max_bytes: int | None = None,
         timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
@@ -461,11 +462,14 @@ class MemoryProvider(HookedCalls, Provider):
         selected = None if only is None else {check_relative_path(root, path) for path in only}
         with self.hooked_call("get_files", ref), self._lock:
             packed = io.BytesIO()
-            with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-                for path, entry in list_below(self._running(ref).files, check_root(root)):
-                    name = path.removeprefix(root + "/")
-                    if (selected is None or name in selected) and not any(map(skip, list_path_prefixes(name))):
-                        tar.addfile(*build_tar_member(name, entry))
+            below = list_below(self._running(ref).files, check_root(root))
+            named = ((path.removeprefix(root + "/"), entry) for path, entry in below)
+            chosen = (
+                (name, entry)
+                for name, entry in named
+                if (selected is None or name in selected) and not any(map(skip, list_path_prefixes(name)))
+            )
+            write_tar(packed, chosen, exact=exact)
         packed.seek(0)
         return limit_stream(iter(lambda: packed.read(1 << 16), b""), max_bytes=max_bytes, timeout=timeout)
 
@@ -501,7 +505,8 @@ class MemoryProvider(HookedCalls, Provider):
     def size(self, ref: str, root: str) -> int:
         with self.hooked_call("size", ref), self._lock:
             entries = list_below(self._running(ref).files, check_root(root))
-            return sum(len(entry.content) for _, entry in entries if isinstance(entry, File))
+            contents = {id(entry): len(entry.content) for _, entry in entries if isinstance(entry, File)}
+            return sum(contents.values())
 
     def seed(self, ref: str, kind: str, tar: BinaryIO) -> None:
         content = io.BytesIO(tar.read())

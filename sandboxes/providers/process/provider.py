@@ -296,6 +296,7 @@ class ProcessProvider(BackgroundProcessProvider):
         *,
         only: Collection[str] | None = None,
         exclude: Sequence[str] = (),
+        exact: bool = False,
         max_bytes: int | None = None,
         timeout: timedelta = GET_FILES_TIMEOUT,
     ) -> Iterator[bytes]:
@@ -304,7 +305,7 @@ class ProcessProvider(BackgroundProcessProvider):
             packed = tempfile.TemporaryFile(dir=Path(host).parent)  # noqa: SIM115 - closed by _read_chunks
             limit = files.UNLIMITED if max_bytes is None else max_bytes
             bounded = cast(BinaryIO, BoundedWriter(packed, limit, describe_excess(limit)))
-            files.pack(host, bounded, only=selected, exclude=patterns, seconds=timeout.total_seconds())
+            files.pack(host, bounded, only=selected, exclude=patterns, exact=exact, seconds=timeout.total_seconds())
         return limit_stream(_read_chunks(packed), max_bytes=max_bytes, timeout=timeout)
 
     def put_files(self, ref: str, root: str, tar: BinaryIO) -> None:

@@ -296,7 +296,7 @@ def test_data_lost_by_the_store_is_unavailable(ada: ApiClient, filled_url: str, 
 
 
 def test_a_listing_has_all_attributes_of_its_entries(ada: ApiClient, filled_url: str, memory: MemoryProvider) -> None:
-    memory.files(Sandbox.objects.get().ref)["/workspace/caf\udce9"] = File(b"", mtime=10**12)  # no UTF-8
+    memory.files(Sandbox.objects.get().ref)["/workspace/caf\udce9"] = File(b"", mtime_ns=10**21)  # no UTF-8
     result = ada.get(f"{filled_url}/files").json()
     assert (result["root"], result["path"]) == ("workspace", "")
     shown = {entry["name"]: (entry["kind"], entry["size"], entry["mode"], entry["target"]) for entry in result["entries"]}

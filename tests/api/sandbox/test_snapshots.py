@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from leases.models import AgentKey, Lease
-from sandboxes.models import Snapshot
+from sandboxes.models import Sandbox, Snapshot
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.providers.memory.file_tree import File
 from tests.api.conftest import ADA, BOB, ApiClient, assert_refused, expire_lease
 
 pytestmark = pytest.mark.django_db
@@ -36,6 +37,19 @@ def test_a_snapshot_is_taken_listed_and_restored(ada: ApiClient, lease_url: str)
 
 def test_an_unused_lease_has_nothing_to_snapshot(ada: ApiClient, lease) -> None:
     assert assert_refused(ada, "POST", f"leases/{lease['id']}/snapshots", None, 404)["code"] == "no_snapshot"
+
+
+def test_snapshot_and_its_copies_list_what_is_not_kept(ada: ApiClient, lease_url: str, memory: MemoryProvider) -> None:
+    memory.files(Sandbox.objects.get().ref)["/workspace/bin/ping"] = File(b"", mode=0o4755)
+    taken = ada.post(f"{lease_url}/snapshots").json()
+    assert taken["omitted"] == [{"kind": "set_id_bit", "count": 1, "paths": ["bin/ping"]}]
+    ada.post(f"{lease_url}/restore", {"snapshot_id": taken["id"]})
+    assert ada.post(f"{lease_url}/exec", {"argv": ["cat", "f"]}).json()["stdout"] == "one"
+    assert memory.files(Sandbox.objects.get().ref)["/workspace/bin/ping"].mode == 0o755
+    later = ada.post(f"{lease_url}/snapshots").json()
+    listed = {row["id"]: row["omitted"] for row in ada.get(f"{lease_url}/snapshots").json()["results"]}
+    assert listed.pop(later["id"]) == []
+    assert [*listed.values()] == [taken["omitted"]] * 3  # on request, at the eviction, and the restored copy
 
 
 def test_snapshots_are_listed_a_page_at_a_time_and_after_the_end(ada: ApiClient, lease_url: str, lease) -> None:

@@ -91,16 +91,16 @@ def test_a_listing_that_fails_is_repeated(memory: MemoryProvider, sandbox: Sandb
 
 
 def test_a_replaced_sandbox_is_a_gap_and_unchanged_files_are_not_reported(memory: MemoryProvider, sandbox: Sandbox) -> None:
-    memory.files(sandbox.ref)["/workspace/a"] = File(b"1", mtime=1)
+    memory.files(sandbox.ref)["/workspace/a"] = File(b"1", mtime_ns=10**9)
     watch = watch_workspace(memory, sandbox)
     sandbox.incarnation = 2
-    memory.files(sandbox.ref)["/workspace/a"] = File(b"1", mtime=1)
+    memory.files(sandbox.ref)["/workspace/a"] = File(b"1", mtime_ns=10**9)
     memory.write_file(sandbox.ref, "/workspace/b", b"1")
     gap, created = watch.poll(sandbox, memory)
     assert gap == WatchGap()
     assert isinstance(created, FileChange)
     assert (created.kind, created.path) == ("created", "b")
-    memory.files(sandbox.ref)["/workspace/a"] = File(b"2", mtime=1)
+    memory.files(sandbox.ref)["/workspace/a"] = File(b"2", mtime_ns=10**9)
     assert names(watch.poll(sandbox, memory)) == [("modified", "a")]  # by its stamp again
 
 

@@ -159,7 +159,7 @@ CONFLICTS = {
     ),
     "identical changes are no conflict": ({}, {"plan": "same"}, {"plan": "same"}, {"plan": "same"}),
     "an edit wins over a file that was only touched": (
-        {"plan": "first"}, {"plan": "second"}, {"plan": File(b"first\n", mtime=1)}, {"plan": "second"},
+        {"plan": "first"}, {"plan": "second"}, {"plan": File(b"first\n", mtime_ns=10**9)}, {"plan": "second"},
     ),
     "an edit wins over a later removal": ({"plan": "first"}, {"plan": "second"}, {"plan": None}, {"plan": "second"}),
     "an edit wins over an earlier removal": ({"plan": "first"}, {"plan": None}, {"plan": "second"}, {"plan": "second"}),
@@ -224,7 +224,7 @@ def test_repeated_conflicts_keep_every_replaced_version(one: Lease, two: Lease, 
     assert read(one, f".conflicts/{one.pk}.2/plan") == "lost-2"
 
 
-@pytest.mark.parametrize("left", [File(b"two\n", mtime=1), None], ids=["changed", "removed"])
+@pytest.mark.parametrize("left", [File(b"two\n", mtime_ns=10**9), None], ids=["changed", "removed"])
 def test_change_right_after_pull_is_detected(one: Lease, two: Lease, memory, left: File | None) -> None:
     sh(two, "true")
     write(one, "plan", "one")

@@ -52,7 +52,7 @@ def handle_batch(expired: ExpiredRows, size: int) -> Batch:
     """Delete up to `size` rows of a kind, or clear their columns, in one transaction.
 
     Rows that another process has locked are left to the next pass. The condition is checked again once the rows are locked: no
-    row that refers to a locked row can be inserted, and one that was inserted before is visible then."""
+    row that refers to a locked row can be committed, and one that was committed before is visible then."""
     with transaction.atomic():
         free = expired.select().select_for_update(skip_locked=True, of=("self",))
         selected = [*free.values_list("pk", flat=True)[:size]]

@@ -9,7 +9,9 @@ from django.db.models import CASCADE
 from django.test.utils import CaptureQueriesContext
 from django_q.models import Task
 
+from leases import leasing, sweeps
 from leases.environments.models import Environment
+from leases.models import Lease
 from leases.retention import kinds, sweep
 from leases.retention.permanent import REASONS
 from leases.retention.sweep import delete_expired
@@ -18,7 +20,7 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT
 from tests.conftest import NOW, SimulatedCrash
 
 pytestmark = pytest.mark.django_db
-LATE = NOW + timedelta(days=365)
+A_YEAR_LATER = NOW + timedelta(days=365)
 
 
 def insert_events(count: int) -> None:
@@ -78,7 +80,7 @@ def test_kinds_are_deleted_in_turn_in_batches(monkeypatch: pytest.MonkeyPatch) -
         return batch
 
     monkeypatch.setattr(sweep, "handle_batch", note)
-    result = delete_expired(now=LATE, batch_size=3)
+    result = delete_expired(now=A_YEAR_LATER, batch_size=3)
     assert result.counts == {"events deleted": 7, "tasks of the queue deleted": 5}
     assert order == [
         ("events", 3), ("tasks of the queue", 3), ("events", 3), ("tasks of the queue", 2), ("events", 1),
@@ -87,11 +89,11 @@ def test_kinds_are_deleted_in_turn_in_batches(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_pass_ends_at_its_time_limit_and_the_next_one_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     insert_events(5)
-    elapsed = iter([timedelta(0)] * (len(kinds.find_expired(now=LATE)) + 1))
+    elapsed = iter([timedelta(0)] * (len(kinds.find_expired(now=A_YEAR_LATER)) + 1))
     monkeypatch.setattr(sweep, "clock_from", lambda now: lambda: now + next(elapsed, PASS_TIME_LIMIT + timedelta(seconds=1)))
-    assert delete_expired(now=LATE, batch_size=2).counts == {"events deleted": 4}
+    assert delete_expired(now=A_YEAR_LATER, batch_size=2).counts == {"events deleted": 4}
     monkeypatch.undo()
-    assert delete_expired(now=LATE, batch_size=2).counts == {"events deleted": 1}
+    assert delete_expired(now=A_YEAR_LATER, batch_size=2).counts == {"events deleted": 1}
 
 
 @pytest.mark.parametrize("checkpoint", ["expired rows locked", "expired rows deleted"])
@@ -99,11 +101,11 @@ def test_an_interrupted_pass_is_continued_by_the_next_one(checkpoint: str, at_ch
     insert_events(5)
     at_checkpoint(checkpoint)
     with pytest.raises(SimulatedCrash):
-        delete_expired(now=LATE, batch_size=2)
+        delete_expired(now=A_YEAR_LATER, batch_size=2)
     assert Event.objects.count() == (5 if checkpoint == "expired rows locked" else 3)
-    delete_expired(now=LATE, batch_size=2)
+    delete_expired(now=A_YEAR_LATER, batch_size=2)
     assert not Event.objects.exists()
-    assert delete_expired(now=LATE, batch_size=2).counts == {}
+    assert delete_expired(now=A_YEAR_LATER, batch_size=2).counts == {}
 
 
 def test_an_error_of_one_kind_does_not_delay_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ def test_an_error_of_one_kind_does_not_delay_the_others(monkeypatch: pytest.Monk
         return handle(expired, size)
 
     monkeypatch.setattr(sweep, "handle_batch", fail_for_events)
-    result = delete_expired(now=LATE, batch_size=2)
+    result = delete_expired(now=A_YEAR_LATER, batch_size=2)
     assert (result.counts, result.failures) == ({"tasks of the queue deleted": 3}, ["events: no"])
 
 
@@ -126,7 +128,19 @@ def test_a_batch_reads_no_columns_but_the_keys_of_the_rows_that_it_deletes() -> 
     with CaptureQueriesContext(
         connection,
     ) as queries:
-        delete_expired(now=LATE)
+        delete_expired(now=A_YEAR_LATER)
     assert not Environment.objects.exists()
     reads = [query["sql"] for query in queries if query["sql"].startswith("SELECT") and "leases_environment" in query["sql"]]
     assert reads and not any("end_reason" in sql.partition(" FROM ")[0] for sql in reads)
+
+
+def test_a_row_that_was_referred_to_before_it_was_locked_is_kept(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first query has not seen the event, which was committed before the lock."""
+    leasing.release(lease.pk, now=NOW)
+    sweeps.reclaim(now=NOW)
+    [expired] = [kind for kind in kinds.find_expired(now=A_YEAR_LATER) if kind.kind == "leases"]
+    queries = [expired.rows]
+    select = kinds.ExpiredRows.select
+    monkeypatch.setattr(kinds.ExpiredRows, "select", lambda self: queries.pop() if queries else select(self))
+    assert sweep.handle_batch(expired, 10) == sweep.Batch(1, 0)
+    assert Lease.objects.get() == lease

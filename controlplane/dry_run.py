@@ -14,6 +14,7 @@ from leases import sweeps as leases
 from leases.atproto import records
 from leases.coding import pull_requests, tasks
 from leases.models import Lease
+from leases.retention import kinds as retention
 from sandboxes import process_restarts, suspension
 from sandboxes.egress import authorization, model_pricing
 from sandboxes.egress.allow_list import connections
@@ -26,7 +27,7 @@ from sandboxes.state import data_sync, pruning, vendor_snapshots
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import agent_restarts, measurements, passes, reconciliation, seal_checks
 from sandboxes.templates import builds
-from sandboxes.webhooks import delivery, outbox
+from sandboxes.webhooks import delivery
 
 MAX_LISTED = 200  # rows that --dry-run lists per query
 
@@ -39,6 +40,11 @@ class ListedKey:
 def _iter_unreferenced_keys(now: datetime) -> Iterable[ListedKey]:
     keys = (key for category in pruning.OBJECT_CATEGORIES for key in pruning.find_orphans(category, now - pruning.ORPHAN_GRACE))
     return (ListedKey(key) for key in islice(keys, MAX_LISTED))
+
+
+def _iter_expired_rows(now: datetime) -> Iterable[ListedKey]:
+    for expired in retention.find_expired(now=now):
+        yield from (ListedKey(f"{expired.kind}: {pk}") for pk in expired.select().values_list("pk", flat=True)[:MAX_LISTED])
 
 
 def _iter_orphans(now: datetime) -> Iterable[ProviderSandbox]:
@@ -59,8 +65,6 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
         "build template": lambda now: builds.find_due(now=now)[:MAX_LISTED],
         "close connection": lambda now: connections.find_overdue(now=now)[:MAX_LISTED],
-        "delete row of connection": lambda now: connections.find_expired(now=now)[:MAX_LISTED],
-        "delete idempotent response": lambda now: leases.find_expired_idempotent_requests(now=now)[:MAX_LISTED],
     },
     "hosts": {},
     "seal": {"check isolation of host": lambda now: seal_checks.find_due_hosts(now=now)},
@@ -94,8 +98,8 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
         "delete unreferenced object": _iter_unreferenced_keys,
         "delete vendor's snapshot": lambda now: vendor_snapshots.find_unneeded(now=now)[:MAX_LISTED],
-        "delete event": lambda now: outbox.find_old_events(now=now)[:MAX_LISTED],
     },
+    "retention": {"delete": _iter_expired_rows},
     "collect": {
         "close model call": lambda now: access_log.find_abandoned(now=now)[:MAX_LISTED],
         "price model call": lambda now: model_pricing.find_priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[

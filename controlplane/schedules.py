@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from django.conf import settings
-from django_q.models import OrmQ, Schedule, Task
+from django_q.models import OrmQ, Schedule
 from django_q.tasks import async_task
 
 from billing import costs, derivation, metering
@@ -17,6 +17,7 @@ from leases import budget_enforcement
 from leases import sweeps as leases
 from leases.atproto.records import create_due_records
 from leases.coding.pull_requests import poll_pull_requests
+from leases.retention import sweep as retention
 from sandboxes.db import database_time
 from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
@@ -33,7 +34,6 @@ from sandboxes.webhooks import delivery
 TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
 SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
 HEARTBEAT = "heartbeat"
-TASK_RETENTION = timedelta(days=30)  # of failed tasks
 END_WATCH_WAIT = timedelta(seconds=1)  # a pass of the watch occupies no worker of the queue
 MAX_LISTED_FAILURES = 20  # of one kind in one pass; the log has all
 
@@ -55,13 +55,6 @@ class ScheduledSweep:
 def do_nothing(*, now: datetime) -> SweepResult:
     """Do nothing. The recorded run is the heartbeat: it proves that the queue executes scheduled tasks."""
     return SweepResult()
-
-
-def prune(*, now: datetime) -> SweepResult:
-    """Delete unreferenced objects and expired records, among them the failed tasks of the queue."""
-    result = leases.prune(now=now)
-    result.note("old tasks of the queue removed", Task.objects.filter(stopped__lt=now - TASK_RETENTION).delete()[0])
-    return result
 
 
 def reconcile(*, now: datetime) -> SweepResult:
@@ -111,7 +104,8 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "measure":   ScheduledSweep(10, "measure workspaces, warn leases over their limit",     leases.measure_workspaces),
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
     "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          measurements.record_readings),
-    "prune":     ScheduledSweep(60, "delete unreferenced objects and expired records",      prune),
+    "prune":     ScheduledSweep(60, "delete unreferenced and expired objects in the store", leases.prune),
+    "retention": ScheduledSweep(5,  "delete rows past their retention",                     retention.delete_expired),
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
     "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
@@ -136,6 +130,7 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "warm",
         "reconcile",
         "prune",
+        "retention",
         "budgets",
         "pull_requests",
         "records",

@@ -188,6 +188,11 @@ MIN_FREE_DISK = (
     << 20
 )
 KEEP_STATE = env.duration("LEASEHOLD_KEEP_STATE", "7d", help="retention of stored state after the end of its lease")
+KEEP_HISTORY = env.duration(
+    "LEASEHOLD_KEEP_HISTORY",
+    "90d",
+    help="retention of the rows of a lease, its turns, events and processes after its end",
+)
 _backend = env.choice(
     "STORAGE_BACKEND", "filesystem", ["filesystem", "s3", "r2", "cloudflare_kv", "kv"],
     help="backend for stored state; r2 is an alias of s3, kv of cloudflare_kv",

@@ -11,6 +11,7 @@ from datetime import datetime
 from uuid import UUID
 
 from django.db import IntegrityError, transaction
+from django.db.models import QuerySet
 
 from leases import leasing
 from leases.errors import ShellDecryptionFailed, ShellExists, ShellNotFound, TooManyShells
@@ -69,9 +70,9 @@ def build_context(pk: UUID, name: str | None, *, cwd: str | None, env: Mapping[s
     return CommandContext(cwd or shell.cwd, {**_decrypt_env(shell)[0], **env})
 
 
-def delete_of_ended_leases() -> int:
-    """Delete the shells of all leases that have ended. Return their number."""
-    return Shell.objects.exclude(lease__status=LeaseStatus.ACTIVE).delete()[0]
+def find_of_ended_leases() -> QuerySet[Shell]:
+    """Return the shells of all leases that have ended."""
+    return Shell.objects.exclude(lease__status=LeaseStatus.ACTIVE).order_by("pk")
 
 
 def reencrypt_shells() -> encryption.ReencryptionResult[Shell]:

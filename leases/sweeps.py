@@ -9,18 +9,16 @@ from django.db import transaction
 from django.db.models import BigIntegerField, Exists, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Cast
 
-from leases import leasing, shells, turns
+from leases import leasing, turns
 from leases.agent_runs import lifecycle
 from leases.environments import lifecycle as environments
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
-from leases.queue import queue
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes import process_ends, process_restarts
 from sandboxes.claims import note_progress
 from sandboxes.egress import authorization
 from sandboxes.egress.allow_list import connections
 from sandboxes.hosts import queues, registry
-from sandboxes.identity import signing
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
 from sandboxes.pool import intervals
 from sandboxes.state import pruning, workspace
@@ -28,7 +26,6 @@ from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import lost_hosts, measurements, passes, reconciliation
 from sandboxes.templates import builds
-from sandboxes.webhooks import outbox
 
 WORKSPACE_OVER_LIMIT_EVENT = "workspace_over_limit"  # LeaseEvent.kind
 WORKSPACE_WARNING_INTERVAL = timedelta(days=1)
@@ -161,8 +158,7 @@ def copy_lease_ends() -> int:
 def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
     """Recover work whose process died: transitions, runs, turns, model calls and template builds past their deadline.
 
-    Also closes the rows of ended processes, and deletes expired idempotent responses and the shells of ended leases. An error
-    in one step does not prevent the others."""
+    Also closes the rows of ended processes. An error in one step does not prevent the others."""
     result = SweepResult()
     steps: dict[str, Callable[[], SweepResult | int]] = {
         "stalled work": lambda: passes.recover_stalled(now=now, limit=limit),
@@ -174,10 +170,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         "agent runs": lambda: lifecycle.record_abandoned(now=now, limit=limit),
         "model calls closed": lambda: authorization.close_abandoned(now=now, limit=limit),
         "connections closed": lambda: connections.close_abandoned(now=now, limit=limit),
-        "rows of old connections deleted": lambda: connections.delete_expired(now=now),
         "template builds": lambda: requeue_template_builds(now=now),
-        "shells of ended leases deleted": shells.delete_of_ended_leases,
-        "idempotent responses deleted": lambda: find_expired_idempotent_requests(now=now).delete()[0],
     }
     for name, act in steps.items():
         note_progress()
@@ -248,11 +241,6 @@ def release_instance(instance: str, *, now: datetime) -> int:
     return released + IdempotentRequest.objects.filter(claimed, status_code=None, deadline_at__gt=now).update(deadline_at=now)
 
 
-def find_expired_idempotent_requests(*, now: datetime) -> QuerySet[IdempotentRequest]:
-    """Idempotent responses past their retention."""
-    return IdempotentRequest.objects.filter(expires_at__lt=now)
-
-
 def end_all_leases(*, now: datetime, detail: str, actor: str = "") -> int:
     """End every active lease with the reason "operator", except those of sandboxes on other hosts. Return how many."""
     elsewhere = Sandbox.objects.filter(~registry.filter_local(), holder=OuterRef("pk"), host__isnull=False)
@@ -262,25 +250,20 @@ def end_all_leases(*, now: datetime, detail: str, actor: str = "") -> int:
 
 
 def prune(*, now: datetime) -> SweepResult:
-    """Delete unreferenced objects and entries past their retention from the store, with old tokens and events."""
-    result, pruned_stores = pruning.remove_orphans(now=now), prune_stores(now=now)
-    for item, count in pruned_stores.counts.items():
-        result.note(item, count)
-    result.failures += pruned_stores.failures
-    result.note("rows of old service tokens removed", signing.purge_old_tokens(now=now))
-    result.note("queued runs removed", queue.delete_old(now=now))
-    result.note("states of old turns removed", turns.delete_old_states(now=now))
-    result.note("old events removed", outbox.purge_old_events(now=now))
+    """Delete unreferenced objects and entries past their retention from the store."""
+    result = pruning.remove_orphans(now=now)
+    result.add(prune_stores(now=now))
     return result
 
 
 def prune_stores(*, now: datetime) -> SweepResult:
     """Delete chat histories, artifacts, audit logs and sessions of leases that ended before the retention period.
 
-    Of other leases, the oldest entries above the limits are deleted."""
+    A lease without a row has ended longer ago. Of other leases, the oldest entries above the limits are deleted."""
 
     def find_long_ended(holders: Sequence[UUID]) -> set[UUID]:
-        return set(Lease.objects.filter(pk__in=holders, ended_at__lte=now - settings.KEEP_STATE).values_list("pk", flat=True))
+        kept = Lease.objects.filter(Q(ended_at__isnull=True) | Q(ended_at__gt=now - settings.KEEP_STATE), pk__in=holders)
+        return {*holders} - {*kept.values_list("pk", flat=True)}
 
     pruned = lease_stores.prune_stores(now=now, find_ended=find_long_ended)
     result = SweepResult(failures=pruned.failures)

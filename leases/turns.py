@@ -176,10 +176,11 @@ def settle_overdue_turns(*, now: datetime, limit: int = 200) -> SweepResult:
     return result
 
 
-def delete_old_states(*, now: datetime, limit: int = 5000) -> int:
-    """Delete the stored states of turns whose lease ended before LEASEHOLD_KEEP_STATE. Return their number."""
-    old = Turn.objects.filter(~Q(state=""), lease__ended_at__lte=now - settings.KEEP_STATE).order_by("started_at")
-    return Turn.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).update(state="")
+def find_old_states(*, now: datetime) -> QuerySet[Turn]:
+    """Return the turns with a stored state whose lease ended at least LEASEHOLD_KEEP_STATE ago, oldest first."""
+    before = now - settings.KEEP_STATE
+    # The condition on the turn's own time bounds the range of the index `turn_with_state` that is read.
+    return Turn.objects.filter(~Q(state=""), started_at__lte=before, lease__ended_at__lte=before).order_by("started_at")
 
 
 def find_overdue_turns(*, now: datetime) -> QuerySet[Turn]:

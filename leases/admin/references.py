@@ -53,7 +53,7 @@ class HolderReference(Reference):
     def build_field(self, value: UUID) -> SummaryField:
         lease = Lease.objects.filter(pk=value).first()
         if lease is None:
-            return SummaryField(self.label, str(value), note="no such lease")
+            return SummaryField(self.label, str(value), note="deleted after its retention")
         link = render_admin_link("leases_lease", lease.pk, lease.environment_id)
         return SummaryField(self.label, link, note=render_badge(lease.status))
 

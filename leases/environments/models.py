@@ -66,6 +66,7 @@ class Environment(models.Model):
             models.Index(fields=["-created_at", "-id"], name="environment_newest"),
             models.Index(fields=["type", "-created_at"], name="environment_type"),
             models.Index(fields=["created_at"], condition=Q(ended_at__isnull=True), name="environment_open"),
+            models.Index(fields=["ended_at"], condition=Q(ended_at__isnull=False), name="environment_ended"),
         ]
 
     def __str__(self) -> str:

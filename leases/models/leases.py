@@ -22,7 +22,7 @@ END_REASONS = ("ttl", "max_ttl", "released", "budget", "operator", "lost", "fail
 
 
 class Lease(models.Model):
-    """An agent's right to a sandbox in one environment. Ended leases are kept; a later lease is a new row."""
+    """An agent's right to a sandbox in one environment. A later lease is a new row; an ended one is kept for its retention."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     agent_did = models.CharField(max_length=255, verbose_name="agent")
@@ -124,6 +124,8 @@ class Lease(models.Model):
             models.Index(fields=["environment_id", "-leased_at", "-id"], name="lease_environment"),
             models.Index(fields=["expires_minute"], condition=Q(status="active"), name="lease_expiry"),
             models.Index(fields=["ended_at"], condition=Q(status="expired"), name="lease_to_reclaim"),
+            models.Index(fields=["ended_at"], condition=Q(status="destroyed"), name="lease_destroyed"),
+            models.Index(fields=["forked_from"], condition=Q(forked_from__isnull=False), name="lease_fork"),
         ]
 
     def __str__(self) -> str:
@@ -136,7 +138,7 @@ class Lease(models.Model):
 
 
 class LeaseEvent(models.Model):
-    """Entry in the timeline of a lease. Kept after the sandbox is destroyed."""
+    """Entry in the timeline of a lease. Kept as long as the lease."""
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events", db_index=False)
     at = models.DateTimeField()

@@ -40,7 +40,10 @@ class Turn(models.Model):
         default_permissions = ("view",)
         ordering = ["-started_at", "-pk"]
         constraints = [models.UniqueConstraint(fields=["lease", "number"], name="turn_once")]
-        indexes = [models.Index(fields=["started_at"], condition=~Q(state=""), name="turn_with_state")]
+        indexes = [
+            models.Index(fields=["started_at"], condition=~Q(state=""), name="turn_with_state"),
+            models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="turn_open"),
+        ]
 
     def __str__(self) -> str:
         return f"turn {self.number}"

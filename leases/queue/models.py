@@ -75,6 +75,7 @@ class QueuedRun(models.Model):
             models.Index(fields=["agent_did", "-priority", "queued_at"], condition=Q(state="queued"), name="queuedrun_pending"),
             models.Index(fields=["state"], condition=Q(ended_at__isnull=True), name="queuedrun_open"),
             models.Index(fields=["expires_at"], condition=Q(state="queued"), name="queuedrun_expiry"),
+            models.Index(fields=["ended_at"], condition=Q(ended_at__isnull=False), name="queuedrun_ended"),
             models.Index(fields=["runner_deadline"], condition=Q(state="started"), name="queuedrun_started"),
             models.Index(
                 fields=["agent_did", "turn_number"],

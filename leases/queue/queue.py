@@ -357,11 +357,14 @@ def find(pk: uuid.UUID) -> QueuedRun:
     return row
 
 
-def delete_old(*, now: datetime) -> int:
-    """Delete the rows of runs that ended before LEASEHOLD_KEEP_STATE. Return their number."""
-    before = now - settings.KEEP_STATE
-    QueueAgent.objects.filter(served_at__lte=before).delete()
-    return QueuedRun.objects.filter(ended_at__lte=before).delete()[0]
+def find_old_runs(*, now: datetime) -> QuerySet[QueuedRun]:
+    """Return the runs that ended at least LEASEHOLD_KEEP_STATE ago, oldest first."""
+    return QueuedRun.objects.filter(ended_at__lte=now - settings.KEEP_STATE).order_by("ended_at")
+
+
+def find_old_agents(*, now: datetime) -> QuerySet[QueueAgent]:
+    """Return the agents whose last run was claimed at least LEASEHOLD_KEEP_STATE ago."""
+    return QueueAgent.objects.filter(served_at__lte=now - settings.KEEP_STATE).order_by("served_at")
 
 
 def build_error(

@@ -7,6 +7,7 @@ from uuid import UUID, uuid4
 
 import structlog
 from django.db import IntegrityError, transaction
+from django.db.models import QuerySet
 
 from sandboxes.db import encryption
 from sandboxes.errors import SigningKeyDecryptionFailed, SigningKeyExists, SigningKeyNotFound, SigningKeyRevoked
@@ -189,7 +190,6 @@ def mint_service_token(
     return token, minted
 
 
-def purge_old_tokens(*, now: datetime, limit: int = 10_000) -> int:
-    """Delete up to `limit` rows of tokens older than TOKEN_RETENTION, oldest first, and return their number."""
-    old = MintedToken.objects.filter(at__lt=now - TOKEN_RETENTION).order_by("at", "jti").values_list("pk", flat=True)[:limit]
-    return MintedToken.objects.filter(pk__in=list(old)).delete()[0]
+def find_old_tokens(*, now: datetime) -> QuerySet[MintedToken]:
+    """Return the rows of tokens older than TOKEN_RETENTION, oldest first."""
+    return MintedToken.objects.filter(at__lt=now - TOKEN_RETENTION).order_by("at", "jti")

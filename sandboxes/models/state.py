@@ -72,6 +72,7 @@ class Snapshot(models.Model):
             models.Index(fields=["key"], name="snapshot_key"),
             models.Index(fields=["id"], condition=Q(metered=False), name="snapshot_unmetered"),
             models.Index(fields=["at"], condition=~Q(vendor_snapshot=""), name="snapshot_at_vendor"),
+            models.Index(fields=["forgotten_at"], condition=Q(forgotten_at__isnull=False), name="snapshot_forgotten"),
         ]
 
     def __str__(self) -> str:
@@ -240,7 +241,10 @@ class DataEvent(models.Model):
     class Meta:
         default_permissions = ("view",)
         ordering = ["-at", "-pk"]
-        indexes = [models.Index(fields=["holder", "-at", "-id"], name="dataevent_holder")]
+        indexes = [
+            models.Index(fields=["holder", "-at", "-id"], name="dataevent_holder"),
+            models.Index(fields=["-at", "-id"], name="dataevent_newest"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.get_kind_display()} {self.path}"

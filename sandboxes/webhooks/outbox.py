@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import transaction
-from django.db.models import Max, QuerySet
+from django.db.models import Exists, Max, OuterRef, Q, QuerySet
 from django_q.models import OrmQ
 
 from sandboxes.db import sql
@@ -69,12 +69,13 @@ def _find_newest_position() -> int:
     return Event.objects.aggregate(newest=Max("position"))["newest"] or 0
 
 
-def purge_old_events(*, now: datetime, limit: int = 10_000) -> int:
-    """Delete up to `limit` expired events with their deliveries, oldest first, and return their number."""
-    expired = [*find_old_events(now=now).values_list("pk", flat=True)[:limit]]
-    return Event.objects.filter(pk__in=expired).delete()[1].get("sandboxes.Event", 0)
+def find_old_deliveries(*, now: datetime) -> QuerySet[Delivery]:
+    """Return the deliveries of events older than EVENT_RETENTION, but those that an enabled webhook still waits for."""
+    is_pending = Q(due_at__isnull=False, webhook__in=Webhook.objects.filter(ENABLED).values("pk"))
+    return Delivery.objects.filter(~is_pending, event__at__lt=now - EVENT_RETENTION).order_by("event__at")
 
 
 def find_old_events(*, now: datetime) -> QuerySet[Event]:
-    """Return the events older than EVENT_RETENTION."""
-    return Event.objects.filter(at__lt=now - EVENT_RETENTION).order_by("at", "pk")
+    """Return the events older than EVENT_RETENTION without a delivery."""
+    deliveries = Delivery.objects.filter(event=OuterRef("pk"))
+    return Event.objects.filter(~Exists(deliveries), at__lt=now - EVENT_RETENTION).order_by("at", "pk")

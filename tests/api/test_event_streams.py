@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from leases import api_keys
 from leases.models import AgentKey, KeyScope
+from leases.retention.sweep import delete_expired
 from sandboxes.models.webhooks import Event as OutboxEvent
 from sandboxes.models.webhooks import EventType
 from sandboxes.streams import events
@@ -136,7 +137,7 @@ def test_types_are_filtered(ada: ApiClient) -> None:
 def test_unknown_and_expired_ids_are_refused(ada: ApiClient) -> None:
     old = emit()
     read(ada, 1)
-    outbox.purge_old_events(now=START + outbox.EVENT_RETENTION + timedelta(days=1))
+    delete_expired(now=START + outbox.EVENT_RETENTION + timedelta(days=1))
     for last_id, status in ((old, 410), (str(uuid.uuid4()), 410), ("1-2", 400)):
         response = ada.get("events/stream", last_event_id=last_id)
         assert (response.status_code, response.json()["operation"]) == (status, "events_stream")

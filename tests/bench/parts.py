@@ -28,6 +28,7 @@ PARTS: dict[str, dict[str, str]] = {
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
+    "growth": {"SANDBOX_PROVIDER": "memory"},
     "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
 DEFAULT_PARTS = ("cases", "rates", "lease_pages", "execs", "files", "places", "release")

@@ -105,11 +105,11 @@ def test_enqueue_all_sweeps_queues_one_pass_of_each() -> None:
     ]
 
 
-def test_prune_deletes_old_failed_tasks(memory) -> None:
+def test_old_failed_tasks_are_deleted(memory) -> None:
     for age in (timedelta(days=29), timedelta(days=31)):
         stopped = NOW - age
         Failure.objects.create(id=str(age.days), name="idle", func="f", started=stopped, stopped=stopped, success=False)
-    schedules.run_sweep("prune", now=NOW)
+    schedules.run_sweep("retention", now=NOW)
     assert [task.id for task in Failure.objects.all()] == ["29"]
 
 

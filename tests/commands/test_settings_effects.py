@@ -25,6 +25,7 @@ from controlplane.management.commands.up import build_children
 from leases import execution, leasing, sweeps, turns
 from leases.api.agent_runs import NEW_AGENT_RUN_SERIALIZER
 from leases.models import Lease
+from leases.retention.sweep import delete_expired
 from sandboxes import storage
 from sandboxes.egress import nginx_config
 from sandboxes.hosts import capacity
@@ -128,6 +129,13 @@ def expired_snapshots(world: World) -> int:
     evict(lease)
     leasing.release(lease.pk, now=NOW + MINUTE)
     return sweeps.find_expired_snapshots(now=NOW + HOUR).filter(holder=lease.pk).count()
+
+
+def expired_leases(world: World) -> int:
+    lease = world.lease()
+    leasing.release(lease.pk, now=NOW)
+    sweeps.reclaim(now=NOW)
+    return delete_expired(now=NOW + HOUR).counts.get("leases deleted", 0)
 
 
 def store_address(backend: str, world: World) -> tuple[object, ...]:
@@ -371,6 +379,7 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
         "1", "tests/unit/sandboxes/state/test_disk_space.py::test_low_disk_starts_no_new_sandbox",
     ),
     "LEASEHOLD_KEEP_STATE": ("10m", expired_snapshots),
+    "LEASEHOLD_KEEP_HISTORY": ("10m", expired_leases),
     "STORAGE_BACKEND": ("s3", "store::test_the_settings_select_the_store"),
     "STORAGE_MODE": ("journaled", "tests/api/leases/test_stores.py::test_a_failing_store_is_unavailable"),
     "STORAGE_SYNC": ("0", "store::test_sync_is_refused_on_backends_without_files"),

@@ -19,6 +19,7 @@ from leases.queue import attempts, queue, sealing, statistics
 from leases.queue.models import MAX_RUN_ATTEMPT, QueuedRun
 from leases.queue.queue import Attempt, QueueOptions
 from leases.queue.runner import Runner
+from leases.retention.sweep import delete_expired
 from sandboxes.models import Event, Host, Pool, Run, Sandbox
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -785,7 +786,11 @@ def test_rows_are_deleted_after_their_retention(pool: Pool, lease: Lease, settin
     enqueue(pool, agent="did:plc:bob")
     queue.claim("r1", now=NOW)
     QueuedRun.objects.filter(state="started").update(state="failed", ended_at=NOW, runner_deadline=None)
-    assert [queue.delete_old(now=NOW + settings.KEEP_STATE + each) for each in (-MINUTE, MINUTE)] == [0, 1]
+    assert delete_expired(now=NOW + settings.KEEP_STATE - MINUTE).counts == {}
+    assert delete_expired(now=NOW + settings.KEEP_STATE + MINUTE).counts == {
+        "queued runs deleted": 1,
+        "agents of the queue deleted": 1,
+    }
 
 
 def test_rejected_start_of_a_new_sandbox_is_tried_again(pool: Pool, memory: MemoryProvider) -> None:

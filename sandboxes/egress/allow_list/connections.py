@@ -140,9 +140,3 @@ def close_abandoned(*, now: datetime, limit: int = 200) -> int:
 def find_expired(*, now: datetime) -> QuerySet[EgressConnection]:
     """Return the rows of ended connections that started before RETENTION."""
     return EgressConnection.objects.filter(started_at__lt=now - RETENTION, ended_at__isnull=False).order_by("started_at")
-
-
-def delete_expired(*, now: datetime, limit: int = 1000) -> int:
-    """Delete up to `limit` expired rows. Return the number deleted."""
-    expired = [*find_expired(now=now).values_list("pk", flat=True)[:limit]]
-    return EgressConnection.objects.filter(pk__in=expired).delete()[0]

@@ -13,6 +13,7 @@ from leases.environments.lifecycle import NewEnvironment
 from leases.environments.models import Environment
 from leases.errors import EnvironmentEnded, EnvironmentNotFound, InvalidRequest
 from leases.models import EnvironmentType, Lease, Turn
+from leases.retention.sweep import delete_expired
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_llm_call
 
@@ -106,8 +107,8 @@ def test_turn_keeps_its_state_until_the_retention_and_a_long_state_is_played_but
     states = dict(Turn.objects.values_list("number", "state"))
     assert states == {1: '{"n": 1}', 2: '{"text": "\\u00e9"}', 3: ""}
     leasing.release(lease.pk, now=NOW + MINUTE)
-    assert turns.delete_old_states(now=NOW + settings.KEEP_STATE) == 0
-    assert turns.delete_old_states(now=NOW + settings.KEEP_STATE + MINUTE) == 2
+    assert delete_expired(now=NOW + settings.KEEP_STATE).counts == {}
+    assert delete_expired(now=NOW + settings.KEEP_STATE + MINUTE).counts == {"states of turns cleared": 2}
     assert set(Turn.objects.values_list("state", flat=True)) == {""}
 
 

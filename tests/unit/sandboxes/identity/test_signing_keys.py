@@ -11,9 +11,10 @@ import pytest
 from django.core.management import call_command
 from django.db import IntegrityError, transaction
 
-from leases import execution, leasing, sweeps
+from leases import execution, leasing
 from leases.errors import LeaseEnded
 from leases.models import Lease
+from leases.retention.sweep import delete_expired
 from sandboxes.errors import SigningKeyDecryptionFailed, SigningKeyExists, SigningKeyNotFound, SigningKeyRevoked
 from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey
@@ -66,8 +67,7 @@ def test_each_token_is_a_row_without_the_token(key, grant) -> None:
 def test_old_token_rows_are_deleted(key) -> None:
     for days in (0, 1, 91):
         token(now=NOW + timedelta(days=days))
-    result = sweeps.prune(now=NOW + timedelta(days=91, hours=1))
-    assert result.counts["rows of old service tokens removed"] == 2
+    assert delete_expired(now=NOW + timedelta(days=91, hours=1)).counts == {"service tokens deleted": 2}
     assert [row.at for row in MintedToken.objects.all()] == [NOW + timedelta(days=91)]
 
 

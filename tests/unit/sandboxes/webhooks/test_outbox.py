@@ -5,7 +5,8 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
-from leases import execution, leasing, sweeps
+from leases import execution, leasing
+from leases.retention.sweep import delete_expired
 from sandboxes import destruction
 from sandboxes.models import Delivery, Event, Sandbox, Webhook
 from sandboxes.providers.errors import Unavailable
@@ -90,9 +91,14 @@ def test_each_quarantine_of_a_sandbox_is_an_event(grant, memory, settings, stopp
     assert Sandbox.objects.get(pk=box.pk).quarantined_at == NOW + 30 * MINUTE
 
 
-def test_old_events_are_deleted_with_their_deliveries() -> None:
+def test_an_old_event_is_deleted_with_its_deliveries_once_no_enabled_webhook_waits_for_it() -> None:
     hook()
+    paused = hook()
     put()
-    assert "old events removed" not in sweeps.prune(now=NOW + timedelta(days=30)).counts
-    assert sweeps.prune(now=NOW + timedelta(days=30, seconds=1)).counts["old events removed"] == 1
-    assert not Delivery.objects.exists() and Webhook.objects.count() == 1
+    Webhook.objects.filter(pk=paused.pk).update(active=False)
+    late = NOW + timedelta(days=30, seconds=1)
+    assert delete_expired(now=late).counts == {"webhook deliveries deleted": 1}  # that of the paused webhook
+    Delivery.objects.update(due_at=None, delivered_at=NOW)
+    assert delete_expired(now=NOW + timedelta(days=30)).counts == {}
+    assert delete_expired(now=late).counts == {"webhook deliveries deleted": 1, "events deleted": 1}
+    assert Webhook.objects.count() == 2

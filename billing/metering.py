@@ -14,6 +14,7 @@ from django.db import transaction
 from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
+from billing import rollup
 from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
@@ -36,8 +37,8 @@ STORE_PROVIDER = "store"  # provider of usage records about agents' data, which 
 def meter_usage(*, now: datetime) -> Counter[str]:
     """Derive usage records up to `now`. Return the number of records written by watermark name.
 
-    Safe to interrupt, repeat and run concurrently: each batch is one transaction under the lock of its watermark, and
-    replaces the records of its facts."""
+    Safe to interrupt, repeat and run concurrently: each batch is one transaction under the lock of its watermark, in which its
+    facts are marked as metered. Facts of one lease within one hour share a record (billing.rollup)."""
     counts: Counter[str] = Counter()
     batches: tuple[BatchFunction, ...] = (
         _meter_time,
@@ -79,8 +80,10 @@ def reset_usage() -> None:
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     """Write the time records of a batch of sandboxes that are not completely metered.
 
-    Cold ones whose records would not change are left out: those metered up to the last full hour, in the state that they
-    have now. If two transitions have the same time, their end may be found an hour later."""
+    Intervals that have ended are rolled up: each is added once, because the sandbox's meter advances in the same transaction.
+    An open interval has records of its own, which are replaced. Cold sandboxes whose records would not change are left out:
+    those metered up to the last full hour, in the state that they have now. If two transitions have the same time, their end
+    may be found an hour later."""
     hour = start_of_hour(until)
     unchanged = Q(state=SandboxState.COLD, meter__began_at=F("state_since"), meter__read_at__gte=hour)
     remaining = Sandbox.objects.filter(~unchanged, metered=False, **({"pk__gt": after} if after else {}))
@@ -89,7 +92,8 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     if not sandboxes_by_id:
         return None, 0
     meters = {each.pk: each for each in Meter.objects.filter(pk__in=sandboxes_by_id)}
-    records: list[UsageRecord] = []
+    ended: list[UsageRecord] = []
+    opened: list[UsageRecord] = []
     advanced, finished, outdated = [], [], Q(pk__in=[])
     for pk, transitions in _load_unread_transitions(sandboxes_by_id, meters).items():
         if not transitions:
@@ -101,20 +105,21 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
             previous = Q(source=_format_transition_source(meter.transition))
             outdated |= previous & Q(day__gte=since.date()) if since else previous
         for interval in intervals:
-            records += _build_time_records(sandboxes_by_id[pk], interval, since)
+            (opened if interval.open else ended).extend(_build_time_records(sandboxes_by_id[pk], interval, since))
         last = intervals[-1] if intervals else None
         if last is None or not last.open:
             finished.append(pk)
         elif not same_state or meter is None or until > meter.read_at:
             advanced.append(Meter(sandbox_id=pk, transition=last.transition, began_at=last.began_at, read_at=until))
     UsageRecord.objects.filter(outdated, item=UsageKind.TIME).delete()
-    UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
+    written = rollup.add_usage(ended, rollup.HourParts()) if ended else 0
+    UsageRecord.objects.bulk_create(opened, batch_size=INSERT_BATCH_SIZE)
     Meter.objects.bulk_create(
         advanced, update_conflicts=True, unique_fields=["sandbox"], update_fields=["transition", "began_at", "read_at"]
     )
     Meter.objects.filter(pk__in=finished).delete()
     Sandbox.objects.filter(pk__in=finished).update(metered=True)
-    return max(sandboxes_by_id), len(records)
+    return max(sandboxes_by_id), written + len(opened)
 
 
 def _load_unread_transitions(
@@ -164,10 +169,9 @@ def _meter_resource_use(after: int | None, until: datetime) -> tuple[int | None,
     if not readings:
         return None, 0
     records = [record for reading in readings for record in _build_use_records(reading)]
-    UsageRecord.objects.filter(item=UsageKind.USE, source__in=[f"reading {reading.pk}" for reading in readings]).delete()
-    UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
+    written = rollup.add_usage(records, rollup.HourParts())
     Reading.objects.filter(pk__in=[reading.pk for reading in readings]).update(metered=True)
-    return readings[-1].pk, len(records)
+    return readings[-1].pk, written
 
 
 def _build_use_records(reading: Reading) -> Iterator[UsageRecord]:

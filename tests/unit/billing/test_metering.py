@@ -192,14 +192,18 @@ def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: AnyCallable, m
     assert compute_time_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 
-@pytest.mark.parametrize(
-    ("subject", "source"),
-    [
-        ("time", "transition"), ("use", "reading"), ("runs", "runs"), ("snapshots", "snapshot"), ("data", "data"),
-        ("tokens", "calls"),
-    ],
-)  # fmt: skip
-def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: str, source: str, cold_lease: Lease) -> None:
+SUBJECTS: dict[str, dict[str, Any]] = {
+    "time": {"item": UsageKind.TIME},
+    "use": {"item": UsageKind.USE},
+    "runs": {"item": UsageKind.RUNS},
+    "snapshots": {"item": UsageKind.STORAGE, "source__startswith": "snapshot"},
+    "data": {"item": UsageKind.STORAGE, "source__startswith": "data"},
+    "tokens": {"item": UsageKind.TOKENS},
+}
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: str, cold_lease: Lease) -> None:
     create_llm_call(cold_lease)
     DataSize.note("did:plc:ada", 1000, now=NOON)
 
@@ -213,10 +217,9 @@ def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: st
             meter_usage(now=NOON + 2 * HOUR)
     finally:
         lifecycle.CHECKPOINT_HOOKS.remove(die)
-    assert not UsageRecord.objects.filter(source__startswith=source).exists()
+    assert not UsageRecord.objects.filter(**SUBJECTS[subject]).exists()
     meter_usage(now=NOON + 2 * HOUR)
-    sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
-    assert sources == {"transition", "reading", "runs", "snapshot", "data", "calls"}
+    assert all(UsageRecord.objects.filter(**fields).exists() for fields in SUBJECTS.values())
     assert_derivation_is_repeatable(now=NOON + 2 * HOUR)
 
 

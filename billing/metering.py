@@ -6,7 +6,7 @@ and derived again."""
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -72,7 +72,8 @@ def reset_usage() -> None:
         Sandbox.objects.filter(metered=True).update(metered=False)
         Reading.objects.filter(metered=True).update(metered=False)
         Run.objects.filter(metered=True).update(metered=False)
-        Snapshot.objects.filter(metered=True).update(metered=False)
+        metered = Q(metered=True) | Q(metered_until__isnull=False)
+        Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
         DataSize.objects.filter(metered=True).update(metered=False)
         LlmCall.objects.filter(counted=True).update(counted=False)
 
@@ -248,8 +249,11 @@ def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, 
     """Write the storage records of a batch of snapshots that are not completely metered.
 
     Stored objects count from their own snapshot until the last snapshot that references them is forgotten. Other snapshots
-    of the same objects (restored, forked, or named while the sandbox was cold) count nothing."""
-    unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
+    of the same objects (restored, forked, or named while the sandbox was cold) count nothing. Objects that still exist are
+    metered once an hour: a pass within the hour reads only new snapshots and those whose objects have been removed."""
+    hour = start_of_hour(until)
+    due = Q(metered_until__isnull=True) | Q(metered_until__lt=hour) | Q(forgotten_at__isnull=False) & ~is_referenced()
+    unmetered = Snapshot.objects.filter(due, metered=False, **({"pk__gt": after} if after else {}))
     same = Snapshot.objects.filter(key=OuterRef("key")).order_by("-forgotten_at")
     last = Subquery(same.values("forgotten_at")[:1])
     unmetered = unmetered.annotate(referenced=is_referenced(), last=last).select_related("sandbox")
@@ -270,6 +274,7 @@ def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, 
     )  # fmt: skip
     finished = [pk for pk, end in ends.items() if end]  # by the values read above: a snapshot may be forgotten meanwhile
     Snapshot.objects.filter(pk__in=finished).update(metered=True)
+    Snapshot.objects.filter(pk__in=[pk for pk, end in ends.items() if not end]).update(metered_until=hour)
     return snapshots[-1].pk, written
 
 
@@ -300,7 +305,7 @@ def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> i
     """Write the storage records of these objects. Return the number of records written.
 
     Records of objects that still exist extend to the last full hour, so they are rewritten once an hour."""
-    until = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    until = start_of_hour(until)
     existing = UsageRecord.objects.filter(item=UsageKind.STORAGE, source__in=[each.source for each in stored]).order_by()
     last = existing.values_list("source").annotate(last=Max("day"), end=Max("ended_at"))  # storage has a record for each day
     latest = {source: (day, end) for source, day, end in last}

@@ -266,6 +266,25 @@ def test_snapshot_storage_lasts_until_it_is_forgotten(cold_lease: Lease) -> None
     assert Snapshot.objects.get().metered
 
 
+def test_live_snapshot_is_read_once_an_hour(cold_lease: Lease) -> None:
+    source = f"snapshot {Snapshot.objects.get().pk}"
+    meter_usage(now=NOON + 2 * HOUR)
+    with CaptureQueriesContext(connection) as captured:
+        meter_usage(now=NOON + 2 * HOUR + 59 * MINUTE)
+    assert not [each["sql"] for each in captured if source in each["sql"]]
+    meter_usage(now=NOON + 3 * HOUR)
+    assert [ended for _, ended in list_snapshot_times()] == [NOON + 3 * HOUR]
+    workspace.forget(Snapshot.objects.get(), now=NOON + 3 * HOUR + 10 * MINUTE)
+    meter_usage(now=NOON + 3 * HOUR + 20 * MINUTE)
+    assert [ended for _, ended in list_snapshot_times()] == [NOON + 3 * HOUR + 10 * MINUTE]
+    assert_derivation_is_repeatable(now=NOON + 3 * HOUR + 20 * MINUTE)
+
+
+def list_snapshot_times() -> list[tuple[datetime, datetime]]:
+    rows = UsageRecord.objects.filter(source__startswith="snapshot").order_by("began_at")
+    return [*rows.values_list("began_at", "ended_at")]
+
+
 def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(cold_lease: Lease) -> None:
     kept = Snapshot.objects.get()
     rivals = [lambda: workspace.forget(kept, now=NOON + 2.5 * HOUR)]

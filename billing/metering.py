@@ -6,7 +6,7 @@ and derived again."""
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -14,6 +14,7 @@ from django.db import transaction
 from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
+from billing import rollup
 from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
@@ -36,8 +37,8 @@ STORE_PROVIDER = "store"  # provider of usage records about agents' data, which 
 def meter_usage(*, now: datetime) -> Counter[str]:
     """Derive usage records up to `now`. Return the number of records written by watermark name.
 
-    Safe to interrupt, repeat and run concurrently: each batch is one transaction under the lock of its watermark, and
-    replaces the records of its facts."""
+    Safe to interrupt, repeat and run concurrently: each batch is one transaction under the lock of its watermark, in which its
+    facts are marked as metered. Facts of one lease within one hour share a record (billing.rollup)."""
     counts: Counter[str] = Counter()
     batches: tuple[BatchFunction, ...] = (
         _meter_time,
@@ -71,7 +72,8 @@ def reset_usage() -> None:
         Sandbox.objects.filter(metered=True).update(metered=False)
         Reading.objects.filter(metered=True).update(metered=False)
         Run.objects.filter(metered=True).update(metered=False)
-        Snapshot.objects.filter(metered=True).update(metered=False)
+        metered = Q(metered=True) | Q(metered_until__isnull=False)
+        Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
         DataSize.objects.filter(metered=True).update(metered=False)
         LlmCall.objects.filter(counted=True).update(counted=False)
 
@@ -79,8 +81,10 @@ def reset_usage() -> None:
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     """Write the time records of a batch of sandboxes that are not completely metered.
 
-    Cold ones whose records would not change are left out: those metered up to the last full hour, in the state that they
-    have now. If two transitions have the same time, their end may be found an hour later."""
+    Intervals that have ended are rolled up: each is added once, because the sandbox's meter advances in the same transaction.
+    An open interval has records of its own, which are replaced. Cold sandboxes whose records would not change are left out:
+    those metered up to the last full hour, in the state that they have now. If two transitions have the same time, their end
+    may be found an hour later."""
     hour = start_of_hour(until)
     unchanged = Q(state=SandboxState.COLD, meter__began_at=F("state_since"), meter__read_at__gte=hour)
     remaining = Sandbox.objects.filter(~unchanged, metered=False, **({"pk__gt": after} if after else {}))
@@ -89,7 +93,8 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     if not sandboxes_by_id:
         return None, 0
     meters = {each.pk: each for each in Meter.objects.filter(pk__in=sandboxes_by_id)}
-    records: list[UsageRecord] = []
+    ended: list[UsageRecord] = []
+    opened: list[UsageRecord] = []
     advanced, finished, outdated = [], [], Q(pk__in=[])
     for pk, transitions in _load_unread_transitions(sandboxes_by_id, meters).items():
         if not transitions:
@@ -101,20 +106,21 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
             previous = Q(source=_format_transition_source(meter.transition))
             outdated |= previous & Q(day__gte=since.date()) if since else previous
         for interval in intervals:
-            records += _build_time_records(sandboxes_by_id[pk], interval, since)
+            (opened if interval.open else ended).extend(_build_time_records(sandboxes_by_id[pk], interval, since))
         last = intervals[-1] if intervals else None
         if last is None or not last.open:
             finished.append(pk)
         elif not same_state or meter is None or until > meter.read_at:
             advanced.append(Meter(sandbox_id=pk, transition=last.transition, began_at=last.began_at, read_at=until))
     UsageRecord.objects.filter(outdated, item=UsageKind.TIME).delete()
-    UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
+    written = rollup.add_usage(ended, rollup.HourParts()) if ended else 0
+    UsageRecord.objects.bulk_create(opened, batch_size=INSERT_BATCH_SIZE)
     Meter.objects.bulk_create(
         advanced, update_conflicts=True, unique_fields=["sandbox"], update_fields=["transition", "began_at", "read_at"]
     )
     Meter.objects.filter(pk__in=finished).delete()
     Sandbox.objects.filter(pk__in=finished).update(metered=True)
-    return max(sandboxes_by_id), len(records)
+    return max(sandboxes_by_id), written + len(opened)
 
 
 def _load_unread_transitions(
@@ -164,10 +170,9 @@ def _meter_resource_use(after: int | None, until: datetime) -> tuple[int | None,
     if not readings:
         return None, 0
     records = [record for reading in readings for record in _build_use_records(reading)]
-    UsageRecord.objects.filter(item=UsageKind.USE, source__in=[f"reading {reading.pk}" for reading in readings]).delete()
-    UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
+    written = rollup.add_usage(records, rollup.HourParts())
     Reading.objects.filter(pk__in=[reading.pk for reading in readings]).update(metered=True)
-    return readings[-1].pk, len(records)
+    return readings[-1].pk, written
 
 
 def _build_use_records(reading: Reading) -> Iterator[UsageRecord]:
@@ -244,8 +249,11 @@ def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, 
     """Write the storage records of a batch of snapshots that are not completely metered.
 
     Stored objects count from their own snapshot until the last snapshot that references them is forgotten. Other snapshots
-    of the same objects (restored, forked, or named while the sandbox was cold) count nothing."""
-    unmetered = Snapshot.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
+    of the same objects (restored, forked, or named while the sandbox was cold) count nothing. Objects that still exist are
+    metered once an hour: a pass within the hour reads only new snapshots and those whose objects have been removed."""
+    hour = start_of_hour(until)
+    due = Q(metered_until__isnull=True) | Q(metered_until__lt=hour) | Q(forgotten_at__isnull=False) & ~is_referenced()
+    unmetered = Snapshot.objects.filter(due, metered=False, **({"pk__gt": after} if after else {}))
     same = Snapshot.objects.filter(key=OuterRef("key")).order_by("-forgotten_at")
     last = Subquery(same.values("forgotten_at")[:1])
     unmetered = unmetered.annotate(referenced=is_referenced(), last=last).select_related("sandbox")
@@ -266,6 +274,7 @@ def _meter_snapshots(after: UUID | None, until: datetime) -> tuple[UUID | None, 
     )  # fmt: skip
     finished = [pk for pk, end in ends.items() if end]  # by the values read above: a snapshot may be forgotten meanwhile
     Snapshot.objects.filter(pk__in=finished).update(metered=True)
+    Snapshot.objects.filter(pk__in=[pk for pk, end in ends.items() if not end]).update(metered_until=hour)
     return snapshots[-1].pk, written
 
 
@@ -296,7 +305,7 @@ def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> i
     """Write the storage records of these objects. Return the number of records written.
 
     Records of objects that still exist extend to the last full hour, so they are rewritten once an hour."""
-    until = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    until = start_of_hour(until)
     existing = UsageRecord.objects.filter(item=UsageKind.STORAGE, source__in=[each.source for each in stored]).order_by()
     last = existing.values_list("source").annotate(last=Max("day"), end=Max("ended_at"))  # storage has a record for each day
     latest = {source: (day, end) for source, day, end in last}

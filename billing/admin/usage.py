@@ -107,9 +107,9 @@ def render_usage_source(row: UsageRecord) -> SafeString:
         return format_html(
             '<a class="lh-link" href="{}">runs</a>', build_changelist_url("sandboxes_run", slice="all", sandbox=row.sandbox_id)
         )
-    return (
-        render_admin_link("sandboxes_sandbox", row.sandbox_id, row.source) if row.sandbox_id else format_html("{}", row.source)
-    )
+    rolled_up, _, start = rest.partition(" from ")
+    name = f"{kind} from {start}" if rolled_up and start else row.source
+    return render_admin_link("sandboxes_sandbox", row.sandbox_id, name) if row.sandbox_id else format_html("{}", name)
 
 
 def format_usage_amount(row: UsageRecord) -> str:
@@ -119,7 +119,7 @@ def format_usage_amount(row: UsageRecord) -> str:
         return pluralize(row.calls, "run", "runs")
     if row.item == UsageKind.USE:
         held = format_duration(row.ended_at - row.began_at)
-        return f"{format_cpu_time(row.cpu_micros)} of CPU, {row.memory_mib:,} MiB for {held}"
+        return f"{format_cpu_time(row.cpu_micros)} of CPU, up to {row.memory_mib:,} MiB for {held}"
     if row.item == UsageKind.STORAGE:
         return f"{format_bytes(row.size_bytes)} for {format_duration(row.ended_at - row.began_at)}"
     return f"{row.memory_mib:,} MiB, {row.millicpus / 1000:g} CPU for {format_duration(row.ended_at - row.began_at)}"

@@ -80,11 +80,13 @@ class UsageRecordQuerySet(QuerySet["UsageRecord"]):
 class UsageRecord(models.Model):
     """Share of one fact in one UTC day, such as a sandbox's time in one state, a snapshot's bytes or a lease's model calls.
 
-    The record of a fact that has not ended covers the time up to the watermark, and grows with the next pass."""
+    The record of a fact that has not ended covers the time up to the watermark, and grows with the next pass. Short facts of
+    one hour share a record (billing.rollup): the time of such a record ends at its start plus the sum of the durations."""
 
     item = models.CharField(max_length=8, choices=UsageKind.choices)
     source = models.CharField(
-        max_length=320, help_text="Recorded fact: a transition, a reading, a snapshot, or a lease and model."
+        max_length=320,
+        help_text="Recorded fact: a transition, a reading, a snapshot, a lease and model, or the facts of an hour.",
     )
     day = models.DateField()
     began_at = models.DateTimeField()

@@ -62,6 +62,9 @@ class Snapshot(models.Model):
         null=True, blank=True, editable=False, help_text="Time since which the store does not find its objects. Empty: found."
     )
     metered = models.BooleanField(default=False, editable=False, help_text="All its time is in usage records.")
+    metered_until = models.DateTimeField(
+        null=True, editable=False, help_text="Full hour up to which its time is in usage records, while its objects exist."
+    )
 
     class Meta:
         default_permissions = ("view",)

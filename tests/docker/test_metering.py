@@ -13,6 +13,7 @@ from django.utils import timezone
 from billing.alive_time import STATES_WITHOUT_PROCESS
 from billing.metering import meter_usage
 from billing.models import UsageKind, UsageRecord
+from billing.rollup import HourParts
 from leases import execution, leasing, sweeps
 from sandboxes import eviction
 from sandboxes.db import clock
@@ -76,7 +77,9 @@ def run_lease(pool: Pool, environment: str) -> tuple[list[TimeInterval], list[Ti
         sweeps.reclaim(now=timezone.now())
         assert Sandbox.objects.get(holder=lease.pk).state == "destroyed"
         by_engine = wait_until(lambda: len(found := spans()) == 3 and found, "the engine has reported three ends")
-    meter_usage(now=timezone.now())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HourParts, "find_start", lambda *_: None)  # no roll-up: a record for each time range
+        meter_usage(now=timezone.now())
     return by_engine, metered_spans(box)
 
 

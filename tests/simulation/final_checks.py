@@ -6,13 +6,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.conf import settings
+from django.db.models import Max
 
 from billing import derivation
+from billing.dates import start_of_hour
 from billing.models import CostRecord, UsageKind, UsageRecord
 from leases.models import IdempotentRequest, Lease, LeaseStatus, Turn
 from sandboxes.hosts.bound_provider import compute_host_id
@@ -145,14 +146,23 @@ def check_usage(world: "World") -> None:
     for sandbox in Sandbox.objects.all():
         names = [f"leasehold-{sandbox.pk.hex}-{number}" for number in range(1, sandbox.incarnation + 1)]
         rows = records.get(sandbox.pk, [])
-        for before, after in pairwise(rows):
-            if before.ended_at != after.began_at:
-                world.promises.violate(9, f"usage of {sandbox.pk} has a gap or an overlap at {before.ended_at}")
+        metered = [(row.began_at, row.ended_at) for row in rows]
+        hours = list_hours(metered)
+        if metered:  # records of one hour may be rolled up, so its time is compared as a whole
+            ended = Transition.objects.filter(sandbox=sandbox).aggregate(last=Max("at"))["last"]
+            life = [(metered[0][0], ended if sandbox.state == "destroyed" else max(end for _, end in metered))]
+            for hour in hours:
+                if measure_overlap(metered, [hour]) != measure_overlap(life, [hour]):
+                    world.promises.violate(9, f"usage of {sandbox.pk} has a gap or an overlap in the hour {hour[0]}")
         if vanished & {*names}:
             continue  # the end is unknown until a sweep notices the loss
         paid = [(row.began_at, row.ended_at) for row in rows if row.state in READY_STATES]
-        excess = sum_ranges(paid) - measure_overlap(paid, [existing[name] for name in names if name in existing])
-        if excess > len(paid) * world.max_skew:
+        existed = [existing[name] for name in names if name in existing]
+        excess = timedelta(0)
+        for hour in hours:
+            excess += max(measure_overlap(paid, [hour]) - measure_overlap(existed, [hour]), timedelta(0))
+        intervals = Transition.objects.filter(sandbox=sandbox, to__in=READY_STATES).count()
+        if excess > intervals * world.max_skew:
             world.promises.violate(9, f"usage of {sandbox.pk} exceeds its time at the provider by {excess}")
 
 
@@ -172,11 +182,18 @@ def read_bill() -> list[tuple[Any, ...]]:
     return sorted(rows, key=str)
 
 
-def sum_ranges(ranges: Sequence[TimeRange]) -> timedelta:
-    return sum((end - start for start, end in ranges), timedelta(0))
+def list_hours(ranges: Sequence[TimeRange]) -> list[TimeRange]:
+    """Return the UTC hours in which any of the ranges lies."""
+    hours = set[datetime]()
+    for start, end in ranges:
+        hour = start_of_hour(start)
+        while hour <= end:
+            hours.add(hour)
+            hour += timedelta(hours=1)
+    return [(hour, hour + timedelta(hours=1)) for hour in sorted(hours)]
 
 
 def measure_overlap(some: Sequence[TimeRange], others: Sequence[TimeRange]) -> timedelta:
-    """Return the duration in both lists of ranges, neither of which overlaps itself."""
+    """Sum the time that each range of one list shares with each range of the other."""
     both = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
-    return sum_ranges([(start, end) for start, end in both if start < end])
+    return sum((end - start for start, end in both if start < end), timedelta(0))

@@ -192,14 +192,18 @@ def test_sandbox_destroyed_after_a_clock_jump_is_not_alive(grant: AnyCallable, m
     assert compute_time_alive(Sandbox.objects.get(), NOON + 9 * HOUR) < MINUTE
 
 
-@pytest.mark.parametrize(
-    ("subject", "source"),
-    [
-        ("time", "transition"), ("use", "reading"), ("runs", "runs"), ("snapshots", "snapshot"), ("data", "data"),
-        ("tokens", "calls"),
-    ],
-)  # fmt: skip
-def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: str, source: str, cold_lease: Lease) -> None:
+SUBJECTS: dict[str, dict[str, Any]] = {
+    "time": {"item": UsageKind.TIME},
+    "use": {"item": UsageKind.USE},
+    "runs": {"item": UsageKind.RUNS},
+    "snapshots": {"item": UsageKind.STORAGE, "source__startswith": "snapshot"},
+    "data": {"item": UsageKind.STORAGE, "source__startswith": "data"},
+    "tokens": {"item": UsageKind.TOKENS},
+}
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: str, cold_lease: Lease) -> None:
     create_llm_call(cold_lease)
     DataSize.note("did:plc:ada", 1000, now=NOON)
 
@@ -213,10 +217,9 @@ def test_crash_in_a_batch_writes_nothing_and_the_next_pass_completes(subject: st
             meter_usage(now=NOON + 2 * HOUR)
     finally:
         lifecycle.CHECKPOINT_HOOKS.remove(die)
-    assert not UsageRecord.objects.filter(source__startswith=source).exists()
+    assert not UsageRecord.objects.filter(**SUBJECTS[subject]).exists()
     meter_usage(now=NOON + 2 * HOUR)
-    sources = {each.split()[0] for each in UsageRecord.objects.values_list("source", flat=True)}
-    assert sources == {"transition", "reading", "runs", "snapshot", "data", "calls"}
+    assert all(UsageRecord.objects.filter(**fields).exists() for fields in SUBJECTS.values())
     assert_derivation_is_repeatable(now=NOON + 2 * HOUR)
 
 
@@ -261,6 +264,25 @@ def test_snapshot_storage_lasts_until_it_is_forgotten(cold_lease: Lease) -> None
     meter_usage(now=MIDNIGHT + 2 * HOUR)
     assert [round((row.ended_at - row.began_at) / HOUR) for row in rows.all()] == [2]
     assert Snapshot.objects.get().metered
+
+
+def test_live_snapshot_is_read_once_an_hour(cold_lease: Lease) -> None:
+    source = f"snapshot {Snapshot.objects.get().pk}"
+    meter_usage(now=NOON + 2 * HOUR)
+    with CaptureQueriesContext(connection) as captured:
+        meter_usage(now=NOON + 2 * HOUR + 59 * MINUTE)
+    assert not [each["sql"] for each in captured if source in each["sql"]]
+    meter_usage(now=NOON + 3 * HOUR)
+    assert [ended for _, ended in list_snapshot_times()] == [NOON + 3 * HOUR]
+    workspace.forget(Snapshot.objects.get(), now=NOON + 3 * HOUR + 10 * MINUTE)
+    meter_usage(now=NOON + 3 * HOUR + 20 * MINUTE)
+    assert [ended for _, ended in list_snapshot_times()] == [NOON + 3 * HOUR + 10 * MINUTE]
+    assert_derivation_is_repeatable(now=NOON + 3 * HOUR + 20 * MINUTE)
+
+
+def list_snapshot_times() -> list[tuple[datetime, datetime]]:
+    rows = UsageRecord.objects.filter(source__startswith="snapshot").order_by("began_at")
+    return [*rows.values_list("began_at", "ended_at")]
 
 
 def test_snapshot_forgotten_during_a_pass_ends_in_the_next_pass(cold_lease: Lease) -> None:

@@ -15,7 +15,7 @@ def mark_open(apps, schema_editor):
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('leases', '0037_console_permissions'),
+        ('leases', '0039_lease_llm_enabled'),
     ]
 
     operations = [

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0051_unreadable_tries'),
+        ('sandboxes', '0052_sandbox_llm_enabled'),
     ]
 
     operations = [

@@ -6,8 +6,8 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('leases', '0037_console_permissions'),
-        ('sandboxes', '0052_retention_indexes'),
+        ('leases', '0040_queued_agent_runs'),
+        ('sandboxes', '0055_retention_indexes'),
     ]
 
     operations = [

@@ -2,7 +2,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    dependencies = [("sandboxes", "0051_unreadable_tries")]
+    dependencies = [("sandboxes", "0053_snapshot_omitted")]
 
     operations = [
         migrations.AddField(

@@ -71,7 +71,7 @@ class SnapshotSerializer(serializers.Serializer):
     at = serializers.DateTimeField(help_text="Creation time. The next wake starts from the newest snapshot.")
     size_bytes = serializers.IntegerField(help_text="Size of the stored tar.")
     omitted = OmissionSerializer(
-        many=True, help_text="What the snapshot does not keep, and a restore does therefore not bring back."
+        many=True, help_text="Content that is not kept, and that a restore does therefore not bring back."
     )
 
 

@@ -39,7 +39,7 @@ class Snapshot(models.Model):
     digests = models.JSONField(default=dict, help_text="SHA-256 of each object.")
     omitted = models.JSONField(
         default=list, db_default=Value([], models.JSONField()),
-        help_text="What the snapshot does not keep: kind, count, first paths. Empty: nothing, or an older snapshot.",
+        help_text="Content that is not kept: kind, count, first paths. Empty: none, or an older snapshot.",
     )  # fmt: skip
     local = models.BooleanField(default=True, help_text="A second copy is in the state directory of `host`.")
     host = models.ForeignKey(

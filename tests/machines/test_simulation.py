@@ -12,7 +12,7 @@ from tests.support.search import SEARCH, budget
 
 FIRST_SEED, SEEDS = 2, budget(fast=2, full=30)  # about four seconds of CPU each
 REPLAYED_SEEDS = (700002, 700004) if SEARCH == "fast" else (*range(700001, 700004), 700004)
-TIMEOUT_SECONDS = 1800  # nobody waits for it: it ends a hung search on a busy machine
+TIMEOUT_SECONDS = 1800  # ends a search that hangs, and none that a busy machine slows down
 REPO = Path(__file__).resolve().parents[2]
 
 

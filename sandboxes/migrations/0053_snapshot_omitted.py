@@ -13,6 +13,6 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='snapshot',
             name='omitted',
-            field=models.JSONField(db_default=models.Value([], models.JSONField()), default=list, help_text='What the snapshot does not keep: kind, count, first paths. Empty: nothing, or an older snapshot.'),
+            field=models.JSONField(db_default=models.Value([], models.JSONField()), default=list, help_text='Content that is not kept: kind, count, first paths. Empty: none, or an older snapshot.'),
         ),
     ]

@@ -6,9 +6,8 @@ from datetime import datetime
 from django.utils import timezone
 
 from billing import costs, metering
+from billing.horizon import REBUILD_WATERMARK, advance_horizon
 from billing.models import Watermark
-
-REBUILD_WATERMARK = "anew"  # a row with this name exists from a reset until the derivation after it is complete
 
 
 def derive_usage_and_costs(*, now: datetime) -> tuple[Counter[str], Counter[str]]:
@@ -17,18 +16,14 @@ def derive_usage_and_costs(*, now: datetime) -> tuple[Counter[str], Counter[str]
     counts = metering.meter_usage(now=now), costs.price_usage(now=now)
     if mark:  # the filter by time keeps the mark of a reset during this pass, whose rebuild is not complete
         Watermark.objects.filter(name=REBUILD_WATERMARK, at=mark.at).delete()
+    advance_horizon(now=now)
     return counts
 
 
 def reset_usage_and_costs() -> None:
-    """Delete usage and costs. The next `derive_usage_and_costs` rebuilds the same records.
+    """Delete usage from the horizon on, and all costs. The next `derive_usage_and_costs` rebuilds the same records.
 
-    Until then `is_rebuilding` is true and budgets ignore the incomplete sums."""
+    Until then `horizon.is_rebuilding` is true and budgets ignore the incomplete sums."""
     Watermark.objects.update_or_create(name=REBUILD_WATERMARK, defaults={"at": timezone.now()})
     metering.reset_usage()
     costs.reset_costs()
-
-
-def is_rebuilding() -> bool:
-    """Return whether usage and costs are incomplete because a reset has not been followed by a full derivation."""
-    return Watermark.objects.filter(name=REBUILD_WATERMARK).exists()

@@ -14,7 +14,7 @@ from django.db import transaction
 from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Window
 from django.db.models.functions import Lead
 
-from billing import rollup
+from billing import horizon, rollup
 from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
@@ -63,19 +63,20 @@ def meter_usage(*, now: datetime) -> Counter[str]:
 
 
 def reset_usage() -> None:
-    """Delete all usage records. The next `meter_usage` derives them again."""
+    """Delete the usage records from the horizon on. The next `meter_usage` derives them again."""
     with transaction.atomic(durable=True):
         for name in WATERMARK_NAMES:
             Watermark.hold(name, EPOCH)
-        UsageRecord.objects.all().delete()
+        since = horizon.hold_horizon()
+        UsageRecord.objects.filter(day__gte=since.date()).delete()
         Meter.objects.all().delete()
-        Sandbox.objects.filter(metered=True).update(metered=False)
-        Reading.objects.filter(metered=True).update(metered=False)
-        Run.objects.filter(metered=True).update(metered=False)
+        Sandbox.objects.filter(~Q(destroyed_at__lt=since), metered=True).update(metered=False)
+        Reading.objects.filter(metered=True, at__gt=since).update(metered=False)
+        Run.objects.filter(metered=True, started_at__gte=since).update(metered=False)
         metered = Q(metered=True) | Q(metered_until__isnull=False)
         Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
         DataSize.objects.filter(metered=True).update(metered=False)
-        LlmCall.objects.filter(counted=True).update(counted=False)
+        LlmCall.objects.filter(counted=True, started_at__gte=since).update(counted=False)
 
 
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
@@ -92,7 +93,7 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
     sandboxes_by_id = {sandbox.pk: sandbox for sandbox in batch.only(*SANDBOX_COLUMNS)}
     if not sandboxes_by_id:
         return None, 0
-    meters = {each.pk: each for each in Meter.objects.filter(pk__in=sandboxes_by_id)}
+    meters, final = {each.pk: each for each in Meter.objects.filter(pk__in=sandboxes_by_id)}, horizon.get_horizon()
     ended: list[UsageRecord] = []
     opened: list[UsageRecord] = []
     advanced, finished, outdated = [], [], Q(pk__in=[])
@@ -101,7 +102,7 @@ def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
             continue  # the row exists before its first transition
         intervals, meter = [*build_intervals(transitions, until=until)], meters.get(pk)
         same_state = meter is not None and meter.transition == transitions[-1][0]
-        since = start_of_day(to_utc_date(meter.read_at)) if meter and same_state else None  # earlier days are complete
+        since = start_of_day(to_utc_date(meter.read_at)) if meter and same_state else final  # earlier days are complete
         if meter:
             previous = Q(source=_format_transition_source(meter.transition))
             outdated |= previous & Q(day__gte=since.date()) if since else previous
@@ -169,7 +170,8 @@ def _meter_resource_use(after: int | None, until: datetime) -> tuple[int | None,
     readings = [*unmetered.select_related("sandbox").order_by("pk")[:SANDBOX_BATCH_SIZE]]
     if not readings:
         return None, 0
-    records = [record for reading in readings for record in _build_use_records(reading)]
+    final = horizon.get_horizon()
+    records = [record for reading in readings for record in _build_use_records(reading) if record.day >= final.date()]
     written = rollup.add_usage(records, rollup.HourParts())
     Reading.objects.filter(pk__in=[reading.pk for reading in readings]).update(metered=True)
     return readings[-1].pk, written

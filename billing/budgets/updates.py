@@ -6,7 +6,7 @@ from decimal import Decimal
 import structlog
 from django.db import transaction
 
-from billing import derivation
+from billing import horizon
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.reservation import compute_reservation, is_over
@@ -30,7 +30,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
     Return the changes among "warned", "exhausted" and "reopened". Safe to interrupt, repeat and run concurrently: each event
     is emitted once. While usage and costs are being rebuilt nothing is updated, because their sums are too low."""
     budget = Budget.objects.filter(pk=pk, active=True).first()
-    if budget is None or derivation.is_rebuilding():
+    if budget is None or horizon.is_rebuilding():
         return []
     began, ends = get_period_bounds(budget.period, now)
     spent = sum_spending(budget, began, ends)  # before the lock, because a grant would wait for the sum
@@ -41,7 +41,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         # pass updates the budget then.
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **unchanged).first()
         changes = []
-        if locked and not derivation.is_rebuilding():
+        if locked and not horizon.is_rebuilding():
             locked.spent, locked.spent_at, locked.period_began = spent, now, began
             changes = _apply_thresholds(locked, compute_reservation(locked, now=now), now=now)
         checkpoint("budget marked", budget)

@@ -45,9 +45,6 @@ def find_expired(*, now: datetime) -> dict[str, QuerySet[Any]]:
             restart_at__isnull=True, wake_pending=False,
         ).order_by("started_at"),
         "data incidents": DataEvent.objects.filter(without_lease, at__lte=before).order_by("at"),
-        "snapshots without files": Snapshot.objects.filter(
-            without_lease, forgotten_at__lte=before, metered=True, vendor_snapshot=""
-        ).order_by("forgotten_at"),
         "AT Protocol records": AtprotoRecord.objects.filter(
             ~Q(status=RecordStatus.PENDING), **ended_children
         ).order_by("lease__ended_at"),

@@ -62,12 +62,9 @@ REASONS: Mapping[str, str] = {
     "sandboxes.Policy": CONFIGURED,
     "sandboxes.Pool": CONFIGURED,
     "sandboxes.Quota": BOUNDED,
-    "sandboxes.Reading": BILLED,
-    "sandboxes.Run": BILLED,
     "sandboxes.Sandbox": "usage records name it, and its size is part of their price",
     "sandboxes.SigningKey": "verifies the tokens and the identity of an agent",
     "sandboxes.Sweep": BOUNDED,
-    "sandboxes.Transition": BILLED,
     "sandboxes.Webhook": CONFIGURED,
     "sign_in.SignInThrottle": "deleted by further attempts to sign in, a day after the last attempt",
 }

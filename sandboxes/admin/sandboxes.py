@@ -73,6 +73,12 @@ def compute_time_alive(sandbox: Sandbox, now: datetime) -> timedelta:
     return total + max(now - began, timedelta(0)) if began else total
 
 
+def build_alive_field(row: Sandbox, now: datetime) -> SummaryField:
+    if row.destroyed_at and not row.transitions.exists():
+        return SummaryField("Alive", "not known", note="its transitions are past their retention")
+    return SummaryField("Alive", format_duration(compute_time_alive(row, now)), note="total time with a process")
+
+
 RETRY_DESTROY_ACTION = AdminAction(
     title="Retry destroy",
     warning="The next sweep sends the destroy request again, with the full number of retries.",
@@ -211,7 +217,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
                     ),
                 ),
                 SummaryField("Runs without a wake", f"{row.warm_hits:,}", note="the sandbox was already alive"),
-                SummaryField("Alive", format_duration(compute_time_alive(row, now)), note="total time with a process"),
+                build_alive_field(row, now),
                 build_cpu_field(row),
                 *([build_destroy_field(row, now)] if row.deadline_at or row.destroyed_at else []),
             ],

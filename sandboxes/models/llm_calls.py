@@ -35,7 +35,7 @@ class LlmCall(models.Model):
     holder = models.UUIDField(null=True, blank=True)
     agent_did = models.CharField(max_length=255, blank=True)
     environment_id = models.CharField(max_length=200, blank=True)
-    run = models.ForeignKey("sandboxes.Run", on_delete=models.PROTECT, null=True, blank=True, related_name="calls")
+    run = models.ForeignKey("sandboxes.Run", on_delete=models.SET_NULL, null=True, blank=True, related_name="calls")
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.LLM)
     path = models.CharField(max_length=200, blank=True)
     model = models.CharField(max_length=200, blank=True, help_text="Name in the upstream's response, otherwise in the request.")

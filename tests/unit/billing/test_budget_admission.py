@@ -10,7 +10,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from billing import budgets, costs, derivation, metering
+from billing import budgets, costs, derivation, horizon, metering
 from billing.models import Budget, Tab, UsageRecord
 from leases import execution, leasing, turns
 from leases.models import Lease
@@ -235,7 +235,7 @@ def test_incomplete_rebuild_reopens_no_budget(exhausted_lease: Lease) -> None:
     assert budgets.update_spending(budget.pk, now=NOW) == []
     derivation.derive_usage_and_costs(now=NOW)
     assert (budgets.update_spending(budget.pk, now=NOW), get_rounded_spending(budget)) == ([], 1)
-    assert not derivation.is_rebuilding()
+    assert not horizon.is_rebuilding()
 
 
 def test_reset_during_the_sum_discards_the_sum(exhausted_lease: Lease, at_checkpoint: AnyCallable) -> None:
@@ -255,9 +255,9 @@ def test_reset_during_a_derivation_keeps_the_rebuild_mark(exhausted_lease: Lease
     with monkeypatch.context() as patched:
         patched.setattr(costs, "price_usage", price)
         derivation.derive_usage_and_costs(now=NOW)
-    assert derivation.is_rebuilding()
+    assert horizon.is_rebuilding()
     derivation.derive_usage_and_costs(now=NOW)
-    assert not derivation.is_rebuilding()
+    assert not horizon.is_rebuilding()
 
 
 def test_budget_lowered_below_its_spending_refuses_and_ends_leases(used_lease: AnyCallable, grant: AnyCallable) -> None:

@@ -76,10 +76,6 @@ HISTORY: dict[str, tuple[Build, list[dict[str, Any]]]] = {
         [{"state": "running", "ended_at": None}, {"wake_pending": True}, {"restart_at": NOW}],
     ),
     "data incidents": (lambda lease, sandbox: DataEvent.objects.create(holder=lease.pk, at=NOW, kind="conflict", **AGENT), []),
-    "snapshots without files": (
-        build_snapshot,
-        [{"forgotten_at": None}, {"metered": False}, {"vendor_snapshot": "im-1"}],
-    ),
     "AT Protocol records": (
         build_record,
         [{"status": "pending", "uri": "", "ended_at": None, "next_attempt_at": NOW}],

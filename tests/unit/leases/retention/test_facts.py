@@ -1,0 +1,221 @@
+"""Facts are deleted after their usage is final: amounts stay the same, also when they are derived again."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import uuid5
+
+import hypothesis
+import pytest
+from django.conf import settings
+from django.db.models import DurationField, ExpressionWrapper, F, Sum
+from hypothesis import given
+from hypothesis import strategies as st
+
+from billing import derivation, horizon, totals
+from billing.alive_time import get_alive_time
+from billing.models import CostRecord, Meter, Unpriced, UsageKind, UsageRecord, Watermark
+from leases import leasing, sweeps
+from leases.models import EnvironmentType, Lease
+from leases.retention.sweep import delete_expired
+from sandboxes.models import LlmCall, Reading, Run, Sandbox, Snapshot, Transition
+from tests.conftest import MINUTE, NOW
+from tests.support.billing import HOUR, create_rate, create_reading, list_cost_records, run_command
+from tests.support.search import budget
+from tests.unit.billing.test_rollup import BEGIN, STATES, create_live_sandbox, record_transition
+
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
+DAY = timedelta(days=1)
+FACTS = (Run, Transition, Reading, Snapshot)
+STEPS = st.tuples(
+    st.sampled_from(["run", "run", "read", "derive", "delete", *STATES]),
+    st.sampled_from([None, 1, 2]),
+    st.one_of(st.integers(-600, 900), st.integers(3000, 60_000)),
+)
+
+
+@pytest.fixture(autouse=True)
+def rates() -> None:
+    for item in ("time", "cpu", "memory", "suspend", "disk", "storage"):
+        for provider in ("acme", "memory"):
+            create_rate(item, "1.7", "2020-02-01", provider=provider)
+
+
+def derive(now: datetime) -> None:
+    derivation.derive_usage_and_costs(now=now)
+
+
+def derive_again(now: datetime) -> None:
+    derivation.reset_usage_and_costs()
+    derive(now)
+
+
+def delete_facts(now: datetime) -> None:
+    """Run the sweep, as often as it needs for rows that refer to each other."""
+    derive(now)
+    while sum(delete_expired(now=now).counts.values()):
+        pass
+
+
+def sum_amounts() -> dict[str, Any]:
+    duration = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
+    usage = UsageRecord.objects.exclude(item=UsageKind.RUNS).order_by().values_list("day", "item", "state", "holder")
+    sums = usage.annotate(duration=duration, cpu=Sum("cpu_micros"), mib=Sum("mib_micros"), size=Sum("size_bytes"))
+    runs = UsageRecord.objects.filter(item=UsageKind.RUNS).values_list("day", "holder").annotate(Sum("calls"))
+    return {
+        "costs": list_cost_records(), "usage": sorted(map(str, sums)), "runs": sorted(map(str, runs.order_by())),
+        **{name: totals.sum_costs(name) for name in totals.GROUP_BY_COLUMNS},
+    }  # fmt: skip
+
+
+@hypothesis.settings(
+    deadline=None,
+    max_examples=budget(fast=10, full=150),
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(STEPS, min_size=10, max_size=60), st.booleans(), st.integers(0, 6))
+def test_amounts_do_not_depend_on_deleted_facts(steps: list[tuple[str, int | None, int]], destroyed: bool, idle: int) -> None:
+    """A history of states, runs and readings over some days. The clock may jump back by some minutes."""
+    for model in (CostRecord, UsageRecord, Meter, Unpriced, Watermark, Reading, Run, Transition):
+        model.objects.all()._raw_delete(model.objects.db)
+    Sandbox.objects.update(metered=True, destroyed_at=BEGIN - 9 * DAY, state="destroyed")
+    sandbox = create_live_sandbox(f"did:plc:example-{Sandbox.objects.count()}")
+    clock, latest, read_until = BEGIN, BEGIN, BEGIN
+    record_transition(sandbox, "warming", None, clock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "KEEP_HISTORY", timedelta(0))
+        for step, number, seconds in steps:
+            clock += timedelta(seconds=seconds)
+            latest = max(latest, clock)
+            holder = uuid5(sandbox.pk, str(number)) if number else None
+            if step == "run":
+                record_transition(sandbox, "running", holder, clock)
+                record_transition(sandbox, "waiting", holder, clock + timedelta(seconds=9))
+                Transition.objects.filter(sandbox=sandbox, to="running").update(code="run_started")
+                Transition.objects.filter(sandbox=sandbox, was="running").update(code="run_ended")
+                latest = max(latest, clock + timedelta(seconds=9))
+            elif step == "read":
+                if latest > read_until:
+                    create_reading(read_until, latest - read_until, sandbox, timedelta(seconds=1), 100)
+                    read_until = latest
+            elif step == "derive":
+                derive(latest)
+            elif step == "delete":
+                delete_facts(latest)
+            else:
+                record_transition(sandbox, step, holder, clock)
+        if destroyed:
+            record_transition(sandbox, "destroyed", None, latest)
+        until = latest + idle * DAY
+        derive(until)
+        amounts, number = sum_amounts(), Transition.objects.count()
+        delete_facts(until)
+        assert sum_amounts() == amounts
+        hypothesis.event(f"facts deleted: {Transition.objects.count() < number}")
+        derive_again(until)
+        assert sum_amounts() == amounts
+
+
+@pytest.fixture
+def ended(grant: Callable[..., Lease], memory: Any) -> tuple[Lease, Sandbox]:
+    """A lease that has run two commands, one of which called a model, with its sandbox. All has ended."""
+    lease = grant(ttl=9 * HOUR)
+    for minute in (0, 9):
+        run_command(lease, now=NOW + minute * MINUTE)
+    sandbox = Sandbox.objects.get(holder=lease.pk)
+    create_reading(NOW, HOUR, sandbox, timedelta(seconds=5))
+    call = Run.objects.filter(sandbox=sandbox).first()
+    LlmCall.objects.create(
+        call_id="a", sandbox=sandbox, holder=lease.pk, run=call, started_at=NOW, deadline_at=NOW, ended_at=NOW, outcome="ok",
+        cost=1, counted=False,
+    )  # fmt: skip
+    leasing.release(lease.pk, now=NOW + HOUR)
+    for _ in range(2):
+        sweeps.reclaim(now=NOW + HOUR)
+    sweeps.destroy_cold(now=NOW + HOUR + settings.KEEP_STATE)
+    return lease, Sandbox.objects.get(pk=sandbox.pk)
+
+
+def count_facts(sandbox: Sandbox) -> list[int]:
+    return [model.objects.filter(sandbox=sandbox).count() for model in FACTS]
+
+
+def get_end() -> datetime:
+    return NOW + settings.KEEP_HISTORY + settings.KEEP_STATE + 3 * DAY
+
+
+def test_facts_go_after_their_lease_and_what_it_has_cost_stays(ended: tuple[Lease, Sandbox]) -> None:
+    facts = count_facts(ended[1])
+    delete_facts(NOW + settings.KEEP_HISTORY - DAY)
+    assert count_facts(ended[1]) == facts and all(facts)
+    derive(get_end())
+    amounts = sum_amounts()
+    assert amounts["costs"]
+    delete_facts(get_end())
+    assert count_facts(ended[1]) == [0] * len(FACTS) and not Lease.objects.exists()
+    assert LlmCall.objects.get().run is None
+    assert sum_amounts() == amounts
+    derive_again(get_end())
+    assert sum_amounts() == amounts
+
+
+@pytest.mark.parametrize(
+    ("model", "unsettled"),
+    [
+        (Run, {"metered": False}), (Reading, {"metered": False}), (Sandbox, {"metered": False}), (Snapshot, {"metered": False}),
+        (Snapshot, {"forgotten_at": None}), (Snapshot, {"vendor_snapshot": "im-1"}),
+    ],
+)  # fmt: skip
+def test_unsettled_facts_are_kept(model: Any, unsettled: dict[str, Any], ended: tuple[Lease, Sandbox]) -> None:
+    derive(get_end())
+    Watermark.objects.filter(name=horizon.HORIZON_WATERMARK).update(at=get_end())
+    Lease.objects.update(destroyed_at=NOW)
+    model.objects.filter(**({"pk": ended[1].pk} if model is Sandbox else {"sandbox": ended[1]})).update(**unsettled)
+    kept = Run if model is Sandbox else model
+    number = kept.objects.filter(sandbox=ended[1]).count()
+    delete_expired(now=get_end())
+    assert kept.objects.filter(sandbox=ended[1]).count() == number > 0
+
+
+def test_an_open_lease_keeps_its_results_and_its_time_with_a_process(grant: Callable[..., Lease], memory: Any) -> None:
+    late = NOW + 2 * settings.KEEP_HISTORY
+    EnvironmentType.objects.update(max_ttl=9 * settings.KEEP_HISTORY)
+    lease = grant(ttl=9 * settings.KEEP_HISTORY, max_ttl=9 * settings.KEEP_HISTORY)
+    for minute in range(5):
+        run_command(lease, now=NOW + minute * MINUTE)
+    run_command(grant("did:plc:bob", "game-2"), now=NOW + HOUR)
+    derive(late)
+    alive, amounts = get_alive_time(lease.pk, now=late), sum_amounts()
+    delete_facts(late)
+    assert Run.objects.filter(holder=lease.pk).count() == 5
+    of_runs = Transition.objects.filter(holder=lease.pk, code__in=["run_started", "run_ended"])
+    assert [of_runs.count(), of_runs.get().to] == [1, "waiting"]  # the state that it is in
+    assert get_alive_time(lease.pk, now=late) == alive
+    derive_again(late)
+    assert sum_amounts() == amounts
+    run_command(lease, now=late)
+    derive(late + HOUR)
+
+
+def test_the_horizon_waits_for_prices_and_for_a_rebuild_and_never_returns() -> None:
+    def find(now: datetime) -> datetime:
+        horizon.advance_horizon(now=now)
+        return horizon.get_horizon()
+
+    begin = (NOW - settings.KEEP_HISTORY).replace(hour=0, minute=0, second=0)
+    Unpriced.note([begin.date() - DAY])
+    Watermark.objects.create(name=horizon.REBUILD_WATERMARK, at=NOW)
+    assert find(NOW).year == 1970
+    Watermark.objects.filter(name=horizon.REBUILD_WATERMARK).delete()
+    assert find(NOW).year == 1970
+    Unpriced.objects.all().delete()
+    Unpriced.note([begin.date()])
+    assert [find(NOW), find(NOW - 5 * DAY), find(NOW + DAY)] == [begin, begin, begin]
+    Unpriced.objects.all().delete()
+    assert find(NOW + DAY) == begin + DAY
+
+
+def test_the_usage_of_yesterday_is_never_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "KEEP_HISTORY", HOUR)
+    horizon.advance_horizon(now=NOW)
+    assert horizon.get_horizon() == (NOW - 2 * DAY).replace(hour=0, minute=0, second=0)

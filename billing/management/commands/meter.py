@@ -14,7 +14,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
-            "--again", action="store_true", help="delete all usage and costs first and rebuild them; closed statements stay"
+            "--again", action="store_true", help="delete usage and costs first and rebuild them; closed statements, and usage whose facts have expired, stay"
         )
 
     def handle(self, *args: Any, again: bool, **options: Any) -> None:

@@ -14,8 +14,9 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
-            "--again", action="store_true", help="delete usage and costs first and rebuild them; closed statements, and usage whose facts have expired, stay"
-        )
+            "--again", action="store_true",
+            help="delete usage and costs first and rebuild them; closed statements, and usage whose facts have expired, stay",
+        )  # fmt: skip
 
     def handle(self, *args: Any, again: bool, **options: Any) -> None:
         if again:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from leases import leasing, one_shot, sweeps
-from leases.errors import Conflict, InvalidRequest, RateLimited
+from leases.errors import InvalidRequest, RateLimited
 from leases.models import Lease
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
-from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded
+from sandboxes.errors import CapacityExhausted, PoolDraining, QuotaExceeded, RunExists
 from sandboxes.models import Pool, Quota, Run, Sandbox
 from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -218,7 +218,7 @@ def test_a_tar_that_cannot_be_unpacked_is_an_invalid_request(make_request, pool,
 def test_a_run_id_can_be_used_once(make_request, pool, memory) -> None:
     request = make_request("echo", "once")
     run_once(request, now=NOW)
-    with pytest.raises(Conflict):
+    with pytest.raises(RunExists):
         run_once(request, now=NOW + MINUTE)
     assert [verb for verb, _ in memory.calls].count("exec") == 1
 
@@ -227,7 +227,7 @@ def test_a_concurrent_run_with_the_same_id_is_refused_without_side_effects(make_
     request = make_request("echo", "mine")
 
     def rival() -> None:
-        with pytest.raises(Conflict):
+        with pytest.raises(RunExists):
             run_once(request, now=NOW)
 
     at_checkpoint("workspace in", rival)
@@ -311,7 +311,7 @@ def test_a_crash_at_any_step_leaves_nothing_after_the_sweeps(step: str, make_req
         result = one_shot.load_result(Lease.objects.get())
         assert (result.outcome, result.exit_code, result.cleaned_up) == (OneShotOutcome.INTERNAL, None, True)
     assert_nothing_is_left(pool, memory)
-    with pytest.raises(Conflict):
+    with pytest.raises(RunExists):
         run_once(request, now=LATER)
 
 

@@ -174,12 +174,12 @@ def test_a_workspace_above_its_limit_does_not_keep_its_place_for_ever(
 ) -> None:
     settings.DESTROY_TRIES = 3
     update_pool(pool, workspace_limit_mib=1)
-    memory.files(get_sandbox(used).ref)["/workspace/big"] = File(bytes(20 << 20))
+    memory.files(get_sandbox(used).ref)["/workspace/big"] = File(bytes(40 << 20))
     leasing.release(used.pk, now=NOW + 2 * MINUTE)
     for n in range(3):
         sweeps.reclaim(now=NOW + (n + 1) * HOUR)
     assert find_tries(used)[0] == "destroyed" and Pool.objects.get(pk=pool.pk).used == 0
-    assert "/workspace could not be read in 3 tries. No copy. The workspace holds 20 MiB" in DataEvent.objects.get().detail
+    assert "/workspace could not be read in 3 tries. No copy. The workspace holds 40 MiB" in DataEvent.objects.get().detail
     assert DataFile.objects.filter(path="late").exists()
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.django_db
 MIB = 1 << 20
 CHUNK = bytes(MIB)
 HOUR = timedelta(hours=1)
-REASON = "workspace holds 20 MiB, the limit is 1 MiB"
+REASON = "workspace holds 40 MiB, the limit is 1 MiB"
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def lease(grant: Callable[..., Lease], pool: Pool) -> Lease:
     return granted
 
 
-def fill(memory: MemoryProvider, lease: Lease, mib: int = 20) -> None:
+def fill(memory: MemoryProvider, lease: Lease, mib: int = 40) -> None:
     memory.write_file(get_sandbox(lease).ref, f"{WORKSPACE}/big", bytes(mib * MIB))
 
 
@@ -109,13 +109,13 @@ def test_prune_removes_abandoned_temporary_files_of_local_copies(lease, settings
 def test_archive_of_a_too_large_directory_is_refused(lease, pool, memory, settings) -> None:
     fill(memory, lease)
     settings.DATA_MOST_BYTES = MIB
-    memory.write_file(get_sandbox(lease).ref, "/data/big", bytes(20 * MIB))
+    memory.write_file(get_sandbox(lease).ref, "/data/big", bytes(40 * MIB))
     request = SandboxRequest(lease.pk, lease.agent_did, lease.environment_id, pool, MINUTE)
     for root in (WORKSPACE, DATA):
         command, out = Command(argv=["pack", root], timeout=MINUTE, kind="file", needs_data=False), io.BytesIO()
-        with pytest.raises(TooLarge, match="17 MiB"):
+        with pytest.raises(TooLarge, match="33 MiB"):
             files.read_files(request, root, command, lambda tree, out=out: tree.pack("", out), now=NOW)
-        assert len(out.getvalue()) < 18 * MIB
+        assert len(out.getvalue()) < 34 * MIB
 
 
 @pytest.mark.parametrize(("chunk_seconds", "ended_after"), [(50.0, 7), (4.0, 120), (0.9, None)])

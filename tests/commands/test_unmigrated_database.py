@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "snapshot": ["take", LEASE],
     "state": ["ls", AGENT],
     "statements": ["list"],
+    "stop": ["--all"],
     "sweep": [],
     "sync_schedules": [],
     "template": ["list"],

@@ -219,8 +219,21 @@ def renew(runner: str, attempts: Collection[Attempt], *, now: datetime) -> int:
     An attempt that is not named keeps its deadline: its thread has ended, and the end is not recorded."""
     if not attempts:
         return 0
+    return _find_executing(runner, attempts).update(runner_deadline=now + RUNNER_TTL)
+
+
+def kill_interrupted(runner: str, attempts: Collection[Attempt]) -> None:
+    """Kill the commands of the interrupted runs among `attempts`.
+
+    A command may have begun in its sandbox after the kill of its interruption."""
+    if attempts:
+        for row in _find_executing(runner, attempts).filter(interrupted_at__isnull=False):
+            kill(row)
+
+
+def _find_executing(runner: str, attempts: Collection[Attempt]) -> QuerySet[QueuedRun]:
     executing = reduce(or_, (Q(pk=each.pk, attempt=each.number) for each in attempts))
-    return QueuedRun.objects.filter(executing, runner=runner, state=STATE.STARTED).update(runner_deadline=now + RUNNER_TTL)
+    return QueuedRun.objects.filter(executing, runner=runner, state=STATE.STARTED)
 
 
 def finish(

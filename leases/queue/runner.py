@@ -81,8 +81,9 @@ class Runner:
         """Recover, expire, and start as many runs as this runner has free threads. Return the number of started runs.
 
         While the installation is not recognised, only the claims of the attempts in progress are renewed."""
-        now = self._now()
-        queue.renew(self.name, self._list_executing(), now=now)
+        now, executing = self._now(), self._list_executing()
+        queue.renew(self.name, executing, now=now)
+        queue.kill_interrupted(self.name, executing)
         if self._is_refused():
             return 0
         attempts.recover(runner=self.name, now=now)

@@ -720,6 +720,23 @@ def test_command_of_an_interrupted_run_is_killed(lease: Lease, pool: Pool, memor
     assert interrupt(row) == 0
 
 
+def test_command_that_begins_after_the_kill_of_its_interruption_is_killed_by_its_runner(
+    lease: Lease, pool: Pool, memory: MemoryProvider
+) -> None:
+    row, kills = enqueue(pool, lease), list[int]()
+
+    def look_again(_: str) -> None:
+        for runner in (reload(row).runner, "another", reload(row).runner):
+            queue.kill_interrupted(runner, [Attempt(row.pk, 1)])
+            kills.append(sum(method == "kill" for method, _ in memory.calls))
+            if reload(row).interrupted_at is None:
+                interrupt(row)
+
+    memory.before("exec", look_again)
+    work()
+    assert kills == [0, 1, 2] and reload(row).state == "interrupted"
+
+
 def test_run_that_was_interrupted_when_its_runner_died_is_not_repeated(
     lease: Lease, pool: Pool, memory: MemoryProvider, crash_at: Callable[[str], AbstractContextManager[None]]
 ) -> None:

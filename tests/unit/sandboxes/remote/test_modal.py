@@ -81,11 +81,12 @@ def test_call_that_is_not_answered_ends_at_its_time_limit(modal: Remote) -> None
 
 
 def test_unreachable_vendor_is_unavailable(modal: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vendor, "CONNECT_TIMEOUT_SECONDS", 0.3)
     [port] = ports.find_free_ports()
     provider = connect_provider("modal", modal.emulator, api_url=f"http://127.0.0.1:{port}")
-    with pytest.raises(Unavailable) as error:
-        provider.list(modal.owner)
+    with monkeypatch.context() as patch:  # not for the end of the test, which lists the emulator's
+        patch.setattr(vendor, "CONNECT_TIMEOUT_SECONDS", 0.3)
+        with pytest.raises(Unavailable) as error:
+            provider.list(modal.owner)
     assert error.value.cause == FailureCause.ENGINE_UNREACHABLE
 
 

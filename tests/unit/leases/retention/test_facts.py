@@ -22,7 +22,7 @@ from sandboxes.models import LlmCall, Reading, Run, Sandbox, Snapshot, Transitio
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import HOUR, create_rate, create_reading, list_cost_records, run_command
 from tests.support.search import budget
-from tests.unit.billing.test_rollup import BEGIN, STATES, create_live_sandbox, record_transition
+from tests.unit.billing.test_rollup import BEGIN, STATES, create_live_sandbox, get_state_fields, record_transition
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
 DAY = timedelta(days=1)
@@ -78,7 +78,7 @@ def test_amounts_do_not_depend_on_deleted_facts(steps: list[tuple[str, int | Non
     """A history of states, runs and readings over some days. The clock may jump back by some minutes."""
     for model in (CostRecord, UsageRecord, Meter, Unpriced, Watermark, Reading, Run, Transition):
         model.objects.all()._raw_delete(model.objects.db)
-    Sandbox.objects.update(metered=True, destroyed_at=BEGIN - 9 * DAY, state="destroyed")
+    Sandbox.objects.update(metered=True, state="destroyed", **get_state_fields("destroyed", BEGIN - 9 * DAY))
     sandbox = create_live_sandbox(f"did:plc:example-{Sandbox.objects.count()}")
     clock, latest, read_until = BEGIN, BEGIN, BEGIN
     record_transition(sandbox, "warming", None, clock)

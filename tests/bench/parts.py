@@ -25,6 +25,7 @@ PARTS: dict[str, dict[str, str]] = {
     "footprint": {},
     "pool": {},
     "queue": {"SANDBOX_PROVIDER": "memory"},
+    "hostile": {"LEASEHOLD_PARKED_NETWORKS": "0"},
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
@@ -32,7 +33,7 @@ PARTS: dict[str, dict[str, str]] = {
     "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }
 DEFAULT_PARTS = ("cases", "rates", "lease_pages", "execs", "files", "places", "release")
-DOCKER_PARTS = {"execs", "streams", "files", "places", "release", "egress", "density"}
+DOCKER_PARTS = {"execs", "streams", "files", "places", "release", "hostile", "egress", "density"}
 MAX_DESTROY_THREADS = 4
 
 

@@ -1,7 +1,8 @@
 """Load with random kills on PostgreSQL and Docker: `python -m tests.load --minutes 20 --kill-every 20 [--seed S]`.
 
 Agents work through the HTTP API while processes of the web server, the worker and the egress proxy, the Docker daemon and
-the database are killed by SIGKILL, one at each interval. Afterwards the command checks that no acknowledged write is lost, no
+the database are killed by SIGKILL, one at each interval; or the container of a sandbox, preferably of one in which a command
+runs, is killed, stopped, restarted or removed. Afterwards the command checks that no acknowledged write is lost, no
 command was executed twice, nothing is leaked and no row is stuck. Exit code 1 if a check fails."""
 
 import argparse
@@ -11,7 +12,7 @@ import sys
 
 import django
 
-VICTIMS = ("database", "egress", "engine", "web", "worker")
+VICTIMS = ("database", "egress", "engine", "sandbox", "web", "worker")
 
 
 def main() -> int:

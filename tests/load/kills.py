@@ -11,7 +11,11 @@ from tests.load.client import Attempt
 from tests.load.system import System
 
 SWEEP_TOLERANCE_SECONDS = 1.0
-RECOVERY_KINDS = {"egress": ("model",), "engine": ("write", "read", "model")}  # requests that need this victim
+RECOVERY_KINDS = {
+    "egress": ("model",),
+    "engine": ("write", "read", "model"),
+    "sandbox": ("write", "read"),
+}  # requests that need this victim
 
 
 @dataclass(frozen=True)

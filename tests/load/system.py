@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psycopg
+from docker import APIClient
+from docker.errors import APIError
 
+from sandboxes.providers.docker.volumes import NAME_LABEL
 from tests.commands.manage import MANAGE, get_runtime_dir, run_manage
 from tests.e2e.conftest import HEALTHY, Home
 from tests.support.servers.engines import SANDBOX_IMAGE, PrivateEngine, private_engine
@@ -80,6 +84,7 @@ class System:
             "egress": lambda random: self._kill_processes("egress", random),
             "engine": self._kill_engine,
             "database": self._kill_database,
+            "sandbox": self._stop_sandbox,
         }
 
     def manage(self, *arguments: str) -> str:
@@ -127,6 +132,26 @@ class System:
         time.sleep(downtime)
         self.postgres.start()
         return f"{'immediate stop' if is_immediate_stop else 'SIGKILL'}, down for {downtime:.1f} s"
+
+    def _stop_sandbox(self, random: random.Random) -> str:
+        """Kill, stop, restart or remove the container of a sandbox, if there is one of a sandbox in which a command runs."""
+        busy = {name for (name,) in self.select("SELECT ref FROM sandboxes_sandbox WHERE open_runs > 0")}
+        with closing(APIClient(self.engine.url, version="auto")) as client:
+            names = sorted(each["Names"][0].strip("/") for each in client.containers(filters={"label": NAME_LABEL}))
+            candidates = [name for name in names if name in busy] or names
+            if not candidates:
+                return "no container"
+            name, verb = random.choice(candidates), random.choice(("kill", "stop", "restart", "remove"))
+            try:
+                {
+                    "kill": client.kill,
+                    "stop": partial(client.stop, timeout=1),
+                    "restart": partial(client.restart, timeout=1),
+                    "remove": partial(client.remove_container, force=True),
+                }[verb](name)
+            except APIError as error:
+                return f"{verb} of {name} failed: {error.explanation or error}"  # destroyed or stored by its own sweep
+        return f"{verb} of {name}, {'a command ran' if name in busy else 'idle'}"
 
 
 @contextmanager

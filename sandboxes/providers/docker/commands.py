@@ -29,7 +29,7 @@ from sandboxes.providers.streams import BoundedBuffer
 AGENT_UID = 10001  # user id of the agent's commands, as in image/Dockerfile
 PYTHON_COMMAND = ("python3", "-I", "-S")
 KILL_TIMEOUT_SECONDS = 15.0  # after this, all processes of the container are killed instead of one exec's
-START_RETRY_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
+START_RETRY_DELAYS_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)  # a busy engine takes seconds to notice a container's end
 
 
 class _EngineOomWatch(OomWatch):

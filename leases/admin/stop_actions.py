@@ -14,7 +14,7 @@ from leases.tasks import enqueue_reclaim
 from sandboxes.admin.base.actions import AdminAction, ListAction, ReasonForm
 
 EFFECT = (
-    "queued runs and agent runs are interrupted, commands, turns and background processes are killed. Files stay. Work that "
+    "queued runs and agent runs are interrupted; commands, turns and background processes are killed. Files stay. Work that "
     "begins afterwards is not affected."
 )
 

@@ -1,7 +1,7 @@
 """A bystander's release alone, beside other releases, and beside sandboxes that resist their end, in turn.
 
 In each sandbox that resists, a process stops the processes that read its files (tests/support/hostile.py). In the others it
-sleeps. Each belongs to an agent of its own. All of them are released, and then the bystander's lease, whose release is timed."""
+sleeps. Each belongs to an agent of its own. All of them are released, then the bystander's lease, whose release is timed."""
 
 import os
 import time

@@ -21,12 +21,14 @@ from sandboxes.storage.base import (
     CHUNK_BYTES,
     MAX_PAGE_SIZE,
     Entry,
+    FindKept,
     KeyValueStore,
     ListingPage,
     OncePerProcess,
     RemainderReader,
     StoreError,
     StoreRefused,
+    keep_none,
 )
 
 PART_BYTES = 8 << 20  # R2 requires all parts but the last to have the same size
@@ -146,19 +148,44 @@ class S3Store(KeyValueStore):
             for key in self._remove_batch({self._name(key, "remove_many"): key for key in batch}):
                 self.remove(key)
 
-    def sweep_leftovers(self, older_than: datetime) -> int:
-        """Abort unfinished multipart uploads, up to 1000 per call. R2 aborts them by itself after a week."""
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+        """Abort unfinished multipart uploads, page by page. R2 aborts them by itself after a week."""
+        aborted = 0
         with self._client("sweep_leftovers") as client:
+            for page in self._list_unfinished(client):
+                old = [(upload["Key"], upload["UploadId"]) for upload in page if upload["Initiated"] < older_than]
+                kept = find_kept({name.removeprefix(self.prefix) for name, _ in old})
+                for name, upload_id in old:
+                    if name.removeprefix(self.prefix) not in kept:
+                        aborted += self._abort(client, name, upload_id)
+        return aborted
+
+    def _list_unfinished(self, client: Any) -> Iterator[list[dict[str, Any]]]:
+        query = {"Bucket": self.bucket, "Prefix": self.prefix}
+        while True:
             try:
-                response = client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix)
+                response = client.list_multipart_uploads(**query)
             except ClientError as error:
                 if _http_status(error) == 501:
-                    return 0
+                    return
                 raise
-            old = [upload for upload in response.get("Uploads", []) if upload["Initiated"] < older_than]
-            for upload in old:
-                client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-        return len(old)
+            yield response.get("Uploads", [])
+            markers = {"KeyMarker": response.get("NextKeyMarker", ""), "UploadIdMarker": response.get("NextUploadIdMarker", "")}
+            if not response.get("IsTruncated"):
+                return
+            if {**query, **markers} == query or not markers["KeyMarker"]:
+                raise StoreError(self.name, "sweep_leftovers", "the server returned the same page again")
+            query |= markers
+
+    def _abort(self, client: Any, name: str, upload_id: str) -> bool:
+        """Abort an upload. Return False if it was completed or aborted meanwhile."""
+        try:
+            client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload_id)
+        except ClientError as error:
+            if _error_code(error) != "NoSuchUpload":
+                raise
+            return False
+        return True
 
     def check_text(self, text: str, method: str) -> str:
         super().check_text(text, method)

@@ -16,6 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
+from sandboxes.answer_limits import limit_answers
 from sandboxes.redaction.texts import quote_answer
 from sandboxes.storage.base import (
     CHUNK_BYTES,
@@ -53,7 +54,9 @@ class S3Store(KeyValueStore):
         read_timeout: float = 60,
         attempts: int = 3,
     ) -> None:
-        """Create a client without sending a request. Timeouts are per attempt, in seconds."""
+        """Create a client without sending a request. Timeouts are per attempt, in seconds.
+
+        `read_timeout` is that of the answer, see answer_limits."""
         self.bucket, self.endpoint, self.prefix = bucket, endpoint, prefix
         self.max_key_bytes = 1024 - len(prefix.encode())
         config = Config(
@@ -67,8 +70,9 @@ class S3Store(KeyValueStore):
             max_pool_connections=32,
             s3={"addressing_style": "path" if endpoint else "auto"},
         )
-        self.client = OncePerProcess[Any](
-            lambda: Session().client(  # a separate session: boto3's default session is not thread-safe
+
+        def create_client() -> Any:
+            client = Session().client(  # a separate session: boto3's default session is not thread-safe
                 "s3",
                 endpoint_url=endpoint or None,
                 region_name=region,
@@ -76,7 +80,10 @@ class S3Store(KeyValueStore):
                 aws_secret_access_key=secret_access_key,
                 config=config,
             )
-        )
+            _limit_answers(client)
+            return client
+
+        self.client = OncePerProcess[Any](create_client)
         self._transfer = TransferConfig(
             multipart_threshold=PART_BYTES,
             multipart_chunksize=PART_BYTES,
@@ -255,6 +262,13 @@ class S3Store(KeyValueStore):
         if status in (401, 403) or code in AUTH_ERROR_CODES:
             return f"the server rejects these credentials or their permissions in bucket {self.bucket!r} ({code})"
         return f"{code}, HTTP status {status}: {quote_answer(error.response.get('Error', {}).get('Message', ''))}"
+
+
+def _limit_answers(client: Any) -> None:
+    """Limit the time of each answer. Relies on attributes of botocore 1.44; test_answer_limits.py fails without effect."""
+    session = client._endpoint.http_session
+    limit_answers(session._manager)
+    session._pool_classes_by_scheme = session._manager.pool_classes_by_scheme  # of the managers for proxies
 
 
 def _error_code(error: ClientError) -> str:

@@ -201,6 +201,11 @@ def hold_in_flight(claim: Claim) -> Iterator[Claim]:
         raise
 
 
+def get_held_claims() -> tuple[Progress, ...]:
+    """Return the claims that this context holds, the outermost first."""
+    return _held.get()
+
+
 def note_progress() -> None:
     """Count one more step of the work of every claim that this context holds. Raises ClaimLost if one of them is lost."""
     for claim in _held.get():

@@ -170,17 +170,17 @@ def _snapshot_alive(request: SandboxRequest, name: str, *, now: datetime, actor:
 
 def _store_workspace(opened: Operation, name: str, clock: Clock, *, record: SnapshotCallback) -> Snapshot:
     sandbox = opened.sandbox
-    snapshot = workspace.persist(sandbox, opened.provider, kind=SnapshotKind.ASKED, name=name, now=clock())
-    checkpoint("snapshot stored", snapshot)
-    with transaction.atomic(durable=True):
-        # The lock keeps the sandbox from being evicted or destroyed before the snapshot's row is committed.
-        alive = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
-            pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation, state__in=ALIVE_STATES
-        )
-        if alive.values_list("pk", flat=True).first() is None:
-            raise SandboxNotHeld()
-        snapshot.save(force_insert=True)
-        record(snapshot)
+    with workspace.persist(sandbox, opened.provider, kind=SnapshotKind.ASKED, name=name, now=clock()) as snapshot:
+        checkpoint("snapshot stored", snapshot)
+        with transaction.atomic(durable=True):
+            # The lock keeps the sandbox from being evicted or destroyed before the snapshot's row is committed.
+            alive = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
+                pk=sandbox.pk, holder=sandbox.holder, incarnation=sandbox.incarnation, state__in=ALIVE_STATES
+            )
+            if alive.values_list("pk", flat=True).first() is None:
+                raise SandboxNotHeld()
+            workspace.insert(snapshot)
+            record(snapshot)
     checkpoint("snapshot saved", snapshot)
     return snapshot
 

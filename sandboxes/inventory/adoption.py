@@ -157,12 +157,16 @@ def _store_files(sandbox: Sandbox, recipient: Recipient, *, now: datetime) -> Sn
     sandbox.holder = recipient.holder  # of the snapshot; the row has none, because the lease does not depend on this sandbox
     try:
         with LONG_CALLS.admit():
-            provider = registry.get_sandbox_provider(sandbox)
-            snapshot = workspace.persist(
-                sandbox, provider, kind=SnapshotKind.ASKED, name=f"adopted {sandbox.name}"[:100], now=now
-            )
+            provider, name = registry.get_sandbox_provider(sandbox), f"adopted {sandbox.name}"[:100]
+            with workspace.persist(sandbox, provider, kind=SnapshotKind.ASKED, name=name, now=now) as snapshot:
+                _insert_snapshot(snapshot, sandbox, recipient)
     except (StoreError, ImproperlyConfigured) as failed:
         raise StoreUnavailable(f"Its files could not be stored: {failed} It is in quarantine; adopt it again.") from failed
+    checkpoint("adopted files stored", snapshot)
+    return snapshot
+
+
+def _insert_snapshot(snapshot: Snapshot, sandbox: Sandbox, recipient: Recipient) -> None:
     with transaction.atomic(durable=True):
         quarantined = Sandbox.objects.select_for_update(no_key=True, of=("self",)).filter(
             pk=sandbox.pk, state=DESTROYING, quarantined_at__isnull=False
@@ -171,6 +175,4 @@ def _store_files(sandbox: Sandbox, recipient: Recipient, *, now: datetime) -> Sn
             raise SandboxNotHeld("The sandbox was released from quarantine while its files were being stored.")
         if newest := workspace.find_latest(recipient.holder):
             snapshot.at = newest.at - workspace.MIN_SNAPSHOT_INTERVAL
-        snapshot.save(force_insert=True)
-    checkpoint("adopted files stored", snapshot)
-    return snapshot
+        workspace.insert(snapshot)

@@ -25,7 +25,7 @@ from sandboxes.models.sandboxes import (
     SandboxState,
     Transition,
 )
-from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, Snapshot
+from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, ObjectUpload, Snapshot
 from sandboxes.models.sweeps import Sweep
 from sandboxes.models.templates import ImageTemplate, TemplateFailure, TemplateState
 from sandboxes.models.transition_reasons import TransitionReason
@@ -59,6 +59,7 @@ __all__ = [
     "LogPosition",
     "MintedToken",
     "ModelRate",
+    "ObjectUpload",
     "PackAssignment",
     "PackOrigin",
     "PackVersion",

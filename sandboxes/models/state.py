@@ -1,7 +1,7 @@
 """Stored state of sandboxes and agents: rows that point to objects in the store. The verbs are in sandboxes.state.
 
-An object is written before its first row, and removed after its last row. A crash therefore leaves at worst orphaned objects,
-which the pruning sweep finds by listing the store."""
+The key of an object is claimed in ObjectUpload, then the object is written, then its first row; the object is removed after its
+last row. A crash therefore leaves at worst orphaned objects, which the pruning sweep finds by listing the store."""
 
 import uuid
 from datetime import UTC, datetime
@@ -151,6 +151,19 @@ class DataObject(models.Model):
     key = models.CharField(max_length=512, unique=True)
     size_bytes = models.PositiveBigIntegerField()
     at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.key
+
+
+class ObjectUpload(models.Model):
+    """Claim on the key of an object that is being stored. The verbs are in sandboxes.state.uploads."""
+
+    key = models.CharField(primary_key=True, max_length=512)
+    deadline_at = models.DateTimeField(db_index=True, help_text="The upload extends the deadline while it makes progress.")
 
     class Meta:
         default_permissions = ()

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import BinaryIO
 
 from django.conf import settings
@@ -20,7 +21,7 @@ from sandboxes.models.state import AgentData, Attachment, DataFile, DataObject, 
 from sandboxes.providers.base import DATA, FileStat, Provider
 from sandboxes.providers.errors import FailureCause, SandboxUnreadable, TooLarge
 from sandboxes.providers.tar_validation import is_plain_tar
-from sandboxes.state import disk_space
+from sandboxes.state import disk_space, uploads
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES
@@ -188,23 +189,30 @@ def _index_tar(tar: BinaryIO, wanted: set[str]) -> dict[str, ChangedFile]:
 def upload_tar(data: AgentData, tar: BinaryIO, size: int, to_upload: list[ChangedFile], clock: Clock, stack: ExitStack) -> None:
     """Upload a tar of changed files, and set the object of each. A tar above the store's value limit is split first.
 
-    Raise DataFull if one file alone exceeds the limit."""
+    The keys stay claimed until `stack` is closed, by which time the caller has recorded the objects. Raise DataFull if one file
+    alone exceeds the limit."""
     parts = [(tar, size, to_upload)]
     max_object_bytes = get_store().max_value_bytes
     if max_object_bytes is not None and size > max_object_bytes:
         parts = [_write_partial_tar(tar, group, stack) for group in _group_by_size(to_upload, max_object_bytes)]
     now = clock()
+    objects = [_build_object(data, length, now) for _, length, _ in parts]
+    stack.enter_context(uploads.claim_keys([stored.key for stored in objects], clock=clock))
 
-    def upload(part: tuple[BinaryIO, int, list[ChangedFile]]) -> None:
-        source, length, group = part
-        name = uuid.uuid4()
-        key = f"agents/{data.agent_did}/{format_key_timestamp(now)}-{name.hex}.tar"
+    def upload(part: tuple[BinaryIO, int, list[ChangedFile]], stored: DataObject) -> None:
+        source, _, group = part
         source.seek(0)
-        get_store().upload(key, track_transfer(source))
+        get_store().upload(stored.key, track_transfer(source))
         for file in group:
-            file.object = DataObject(id=name, data_id=data.pk, key=key, size_bytes=length, at=now)
+            file.object = stored
 
-    run_parallel(upload, parts)
+    run_parallel(lambda job: upload(*job), zip(parts, objects, strict=True))
+
+
+def _build_object(data: AgentData, size: int, now: datetime) -> DataObject:
+    name = uuid.uuid4()
+    key = f"agents/{data.agent_did}/{format_key_timestamp(now)}-{name.hex}.tar"
+    return DataObject(id=name, data_id=data.pk, key=key, size_bytes=size, at=now)
 
 
 def _group_by_size(changed_files: list[ChangedFile], max_object_bytes: int) -> list[list[ChangedFile]]:

@@ -25,7 +25,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.errors import DataFull, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
-from sandboxes.state import changes, data_sync, data_tree
+from sandboxes.state import changes, data_sync, data_tree, uploads
 from sandboxes.state.changes import ChangedFile, list_parents
 from sandboxes.state.merge import UPSERT_COLUMNS
 from sandboxes.state.spool import open_spool
@@ -280,7 +280,7 @@ def _upsert_rows(
             stored = changed_files[path].object
             assert stored is not None  # set by `upload`
             row.stored_in, row.offset = objects.setdefault(stored.key, stored), changed_files[path].offset
-    DataObject.objects.bulk_create(objects.values())
+    uploads.insert_objects(objects.values())
     DataFile.objects.bulk_create(
         rows.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
     )

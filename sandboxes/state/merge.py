@@ -16,7 +16,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, Sandbox, SandboxState
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize
 from sandboxes.providers.base import FileStat
-from sandboxes.state import data_tree
+from sandboxes.state import data_tree, uploads
 from sandboxes.state.changes import MAX_PATH_BYTES, ChangedFile, ManifestDiff, list_parents
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ def record_changes(
 
 def _write_rows(merge: "DataMerge", data: AgentData, now: datetime) -> None:
     if merge.writes_rows:
-        DataObject.objects.bulk_create(merge.objects.values())
+        uploads.insert_objects(merge.objects.values())
         DataFile.objects.bulk_create(
             merge.written.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS
         )

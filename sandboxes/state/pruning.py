@@ -2,11 +2,11 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import structlog
@@ -21,14 +21,15 @@ from sandboxes.hosts import registry
 from sandboxes.models import Attachment, DataObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.errors import Missing, ProviderError
-from sandboxes.state import data_sync, mounts, storage_mode, vendor_snapshots, workspace
+from sandboxes.state import data_sync, mounts, storage_mode, uploads, vendor_snapshots
+from sandboxes.state.local_copies import TEMPORARY_PREFIX
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 KEY_BATCH_SIZE = 500  # keys per database lookup
-ORPHAN_GRACE = timedelta(hours=1)  # the row of a younger object may not be committed yet
+ORPHAN_GRACE = timedelta(hours=1)  # younger objects are kept even without a claim, as a second safeguard
 
 
 def persist_unsaved(*, now: datetime, limit: int = 100) -> SweepResult:
@@ -75,15 +76,16 @@ def find_mounted() -> QuerySet[AgentData]:
 def remove_orphans(*, now: datetime, grace: timedelta = ORPHAN_GRACE) -> SweepResult:
     """Remove objects without rows: left by a crash between the object and its row, or by removed rows.
 
-    Objects younger than `grace`, by the timestamp in their key, are kept: their row may not be committed yet. If a listing
-    fails, nothing of that category is removed."""
+    An object whose key is claimed is being stored, however long that takes. Objects younger than `grace`, by the timestamp in
+    their key, are kept, too. Objects are removed page by page of the listing."""
     result, cutoff = SweepResult(), now - grace
+    uploads.end_expired(now=now)
     for name, remove in (
         ("outdated data", lambda: data_sync.remove_outdated_objects(data_sync.find_outdated_objects())),
-        ("orphaned data", lambda: _remove_objects(find_orphans(DATA_OBJECTS, cutoff))),
-        ("orphaned snapshots", lambda: _remove_objects(find_orphans(SNAPSHOT_OBJECTS, cutoff))),
+        ("orphaned data", lambda: _remove_orphans(DATA_OBJECTS, cutoff)),
+        ("orphaned snapshots", lambda: _remove_orphans(SNAPSHOT_OBJECTS, cutoff)),
         ("local leftovers", lambda: _remove_local_copies(cutoff)),
-        ("unfinished writes", lambda: get_store().sweep_leftovers(cutoff)),
+        ("unfinished writes", lambda: get_store().sweep_leftovers(cutoff, find_kept=_find_kept_uploads)),
         ("vendors' snapshots", lambda: vendor_snapshots.remove_unneeded(now=now)),
         ("mounts left behind", lambda: len(mounts.clear_leftovers())),
     ):
@@ -115,26 +117,47 @@ SNAPSHOT_OBJECTS = ObjectCategory(
     lambda keys: {*Snapshot.objects.filter(key__in=keys, forgotten_at__isnull=True).values_list("key", flat=True)},
 )
 OBJECT_CATEGORIES = (DATA_OBJECTS, SNAPSHOT_OBJECTS)
+LEASE_STORE_PATTERN = re.compile(r"stores/[^/]+/[0-9a-f]{32}/.+")  # artifacts; their size limit bounds the time of an upload
+UPLOAD_PATTERNS = (*(category.key_pattern for category in OBJECT_CATEGORIES), LEASE_STORE_PATTERN)
 
 
 def find_orphans(category: ObjectCategory, before: datetime) -> Iterator[str]:
-    """Yield the keys of a category's objects older than `before` that have no row. Keys of another format are ignored."""
+    """Yield the keys of a category's objects older than `before` that have neither a row nor a claim.
+
+    Keys of another format are ignored."""
+    return chain.from_iterable(_list_orphans(category, before))
+
+
+def _list_orphans(category: ObjectCategory, before: datetime) -> Iterator[list[str]]:
+    """Like `find_orphans`, with the keys of one page of the listing at a time."""
     listed = get_store().list(category.prefix)
     while keys := [*islice(listed, KEY_BATCH_SIZE)]:
+        note_progress()
         candidates = {
             key: match
             for key in keys
             if (match := category.key_pattern.fullmatch(key)) and parse_key_timestamp(match[2]) < before
         }
-        # Rows are read after the listing, so that a row committed meanwhile is seen.
+        # Read in this order, so that a row committed meanwhile is seen: the transaction that inserts a row ends the claim.
+        claimed = uploads.find_claimed(candidates)
         recorded = category.find_recorded({match[1] for match in candidates.values()})
-        yield from (key for key, match in candidates.items() if match[1] not in recorded)
+        yield [key for key, match in candidates.items() if key not in claimed and match[1] not in recorded]
 
 
-def _remove_objects(keys: Iterable[str]) -> int:
-    keys = [*keys]
-    get_store().remove_many(keys)
-    return len(keys)
+def _remove_orphans(category: ObjectCategory, before: datetime) -> int:
+    removed = 0
+    for keys in _list_orphans(category, before):
+        get_store().remove_many(keys)
+        removed += len(keys)
+    return removed
+
+
+def _find_kept_uploads(keys: Collection[str]) -> set[str]:
+    """Return the keys whose unfinished upload is in progress or not of this installation.
+
+    Mounted files are among the latter: s3fs uploads them, in any time."""
+    own = {key for key in keys if any(pattern.fullmatch(key) for pattern in UPLOAD_PATTERNS)}
+    return {*keys} - own | uploads.find_claimed(own)
 
 
 def _remove_local_copies(before: datetime) -> int:
@@ -147,7 +170,7 @@ def _remove_local_copies(before: datetime) -> int:
         for copy in _list_directory(holder):
             key = f"snapshots/{holder.name}/{copy.name}"
             match = SNAPSHOT_OBJECTS.key_pattern.fullmatch(f"{key}/workspace")
-            if match and parse_key_timestamp(match[2]) < before and not SNAPSHOT_OBJECTS.find_recorded({key}):
+            if match and parse_key_timestamp(match[2]) < before and not _is_needed(key):
                 shutil.rmtree(copy, ignore_errors=True)
                 removed += 1
             else:
@@ -157,11 +180,16 @@ def _remove_local_copies(before: datetime) -> int:
     return removed
 
 
+def _is_needed(key: str) -> bool:
+    """Return whether a snapshot is being stored or recorded. The claim is read first, as for objects."""
+    return bool(uploads.find_claimed([f"{key}/workspace"]) or SNAPSHOT_OBJECTS.find_recorded({key}))
+
+
 def _remove_incomplete_copies(copy: Path, before: datetime) -> int:
     removed = 0
     for path in _list_directory(copy):
         with suppress(FileNotFoundError):  # completed or removed by its writer
-            if path.name.startswith(workspace.TEMPORARY_PREFIX) and path.lstat().st_mtime < before.timestamp():
+            if path.name.startswith(TEMPORARY_PREFIX) and path.lstat().st_mtime < before.timestamp():
                 path.unlink()
                 removed += 1
     return removed

@@ -20,7 +20,7 @@ from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.models.state import AgentData, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.providers.errors import Rejected
-from sandboxes.state import data_sync, data_tree, mounts, pull, s3fs
+from sandboxes.state import data_sync, data_tree, mounts, pull, s3fs, uploads
 from sandboxes.state.data_editing import StagedChanges
 from sandboxes.state.merge import UPSERT_COLUMNS
 from sandboxes.state.spool import FileSlice, open_spool, run_parallel
@@ -150,7 +150,7 @@ def _replace_rows(data: AgentData, staged: StagedChanges, revision: int, now: da
         if changed_file := staged.changed_files.get(path):
             assert changed_file.object is not None  # set by `upload`
             row.stored_in, row.offset = objects.setdefault(changed_file.object.key, changed_file.object), changed_file.offset
-    DataObject.objects.bulk_create(objects.values())
+    uploads.insert_objects(objects.values())
     DataFile.objects.filter(data=data).update(**REMOVED_COLUMNS, revision=revision, at=now)
     DataFile.objects.bulk_create(
         staged.rows.values(), update_conflicts=True, unique_fields=["data", "path"], update_fields=UPSERT_COLUMNS

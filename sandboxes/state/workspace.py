@@ -1,9 +1,9 @@
 """Snapshots of a sandbox's own files: persist, hydrate, forget.
 
-Objects are written before the Snapshot row and removed after it is marked forgotten. A crash leaves at worst objects
-that the prune sweep finds and removes. A local copy of each snapshot in the state directory makes the next wake faster."""
+The key of an object is claimed, then the object is written, then the Snapshot row, which ends the claim. Objects are removed
+after their row is marked forgotten. A crash leaves at worst objects that the prune sweep finds and removes. A local copy of
+each snapshot in the state directory makes the next wake faster."""
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -21,7 +21,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 
 from sandboxes.claims import Claim, note_progress, track_transfer
-from sandboxes.db.clock import Clock
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.errors import SnapshotNotFound, WorkspaceFull, WrongHost
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
@@ -29,16 +29,15 @@ from sandboxes.models import Run, Sandbox, SandboxState
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind, format_key_timestamp
 from sandboxes.providers.base import DATA, WORKSPACE, Provider
 from sandboxes.providers.errors import TooLarge
-from sandboxes.state import disk_space, missing_snapshots
+from sandboxes.state import disk_space, missing_snapshots, uploads
 from sandboxes.state.exact_tars import read_omissions
+from sandboxes.state.local_copies import TEMPORARY_PREFIX, digest_file, write_file
 from sandboxes.storage import get_store
-from sandboxes.storage.base import CHUNK_BYTES, StoreError
+from sandboxes.storage.base import StoreError
 from sandboxes.storage.observed import DeleteRefused
 
 log = structlog.get_logger(__name__)
 RESTORE_TIMEOUT = timedelta(minutes=10)  # a restore that takes longer, its eviction excluded, is treated as crashed
-TEMPORARY_PREFIX = ".new-"  # of incomplete local copies; the prune sweep removes those that a crash has left
-SYNC_INTERVAL_BYTES = 256 << 20  # a single sync of all of a large file may be silent for longer than its claim lasts
 MAX_DOWNLOADS = 2  # of an object with another digest: a cut or foreign answer is no damage
 MAX_FETCHES = 3  # of a local copy that a sweep removes meanwhile
 MIN_SNAPSHOT_INTERVAL = timedelta(microseconds=1)
@@ -57,6 +56,7 @@ class CorruptSnapshot(Exception):
         super().__init__(message)
 
 
+@contextmanager
 def persist(
     sandbox: Sandbox,
     provider: Provider,
@@ -65,8 +65,8 @@ def persist(
     name: str = "",
     measured_bytes: int | None = None,
     now: datetime,
-) -> Snapshot:
-    """Store the sandbox's files. Return an unsaved Snapshot: the caller saves it under its claim.
+) -> Iterator[Snapshot]:
+    """Store the sandbox's files. Yield an unsaved Snapshot: the body inserts it under its claim by `insert`.
 
     `measured_bytes` is the size of /workspace if the caller has just measured it. Raise WorkspaceFull if the workspace exceeds
     its pool's limit by more than the slack of compute_max_tar_bytes. Raise ProviderError or StoreError. After an error no row
@@ -82,6 +82,12 @@ def persist(
     if not sandbox.excludes and size > max_bytes:
         raise _build_size_error(sandbox, size)
     disk_space.require_state_space(0 if sandbox.excludes else size)
+    with uploads.claim_keys([f"{snapshot.key}/workspace"], clock=clock_from(now)):
+        _store(snapshot, sandbox, provider, max_bytes)
+        yield snapshot
+
+
+def _store(snapshot: Snapshot, sandbox: Sandbox, provider: Provider, max_bytes: int) -> None:
     try:
         files = provider.get_files(sandbox.ref, WORKSPACE, exclude=sandbox.excludes, exact=True, max_bytes=max_bytes)
         _write_local_copy(snapshot, disk_space.check_while_writing(files))
@@ -94,7 +100,12 @@ def persist(
     except BaseException:
         _remove_local_directory(snapshot)
         raise
-    return snapshot
+
+
+def insert(snapshot: Snapshot) -> None:
+    """Insert the row of a snapshot that `persist` has stored. Call in a transaction. Raise StoreError if its claim is lost."""
+    uploads.end_claims([f"{snapshot.key}/workspace"])
+    snapshot.save(force_insert=True)
 
 
 def compute_max_tar_bytes(limit_bytes: int) -> int:
@@ -133,13 +144,13 @@ def persist_claimed(sandbox: Sandbox, provider: Provider, claim: Claim, *, clock
     note_progress()
     size = provider.size(sandbox.ref, WORKSPACE)
     note_progress()
-    snapshot = persist(sandbox, provider, measured_bytes=size, now=clock())
-    checkpoint("objects stored", sandbox)
-    sandbox.workspace_bytes = size
-    with claim.lock, transaction.atomic():
-        claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True, unreadable_tries=0)
-        if claimed:
-            snapshot.save(force_insert=True)
+    with persist(sandbox, provider, measured_bytes=size, now=clock()) as snapshot:
+        checkpoint("objects stored", sandbox)
+        sandbox.workspace_bytes = size
+        with claim.lock, transaction.atomic():
+            claimed = claim.update(workspace_bytes=size, measured_at=clock(), persisted=True, unreadable_tries=0)
+            if claimed:
+                insert(snapshot)
     if claimed:
         _forget_superseded(snapshot.holder, now=clock())
     return claimed
@@ -308,7 +319,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
     """Return a local file with a verified part of a snapshot, and its source, "local" or "cloud"."""
     path, digest = local_directory(snapshot) / part, snapshot.digests[part]
     if path.is_file():
-        if _digest_file(path) == digest:
+        if digest_file(path) == digest:
             return path, "local"
         path.unlink(missing_ok=True)
         _record_event(snapshot, DataEvent.Kind.CORRUPT, "The local copy does not match its digest.", now=now)
@@ -323,7 +334,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
         for _ in range(MAX_DOWNLOADS):
             with temporary.open("wb") as target:
                 exists = get_store().download(f"{snapshot.key}/{part}", track_transfer(target))
-            is_intact = exists and _digest_file(temporary) == digest
+            is_intact = exists and digest_file(temporary) == digest
             if is_intact or not exists:
                 break
         if not is_intact:
@@ -346,7 +357,7 @@ def _write_local_copy(snapshot: Snapshot, chunks: Iterable[bytes]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError("local copy", "persist", str(error)) from error
-    snapshot.size_bytes, snapshot.digests["workspace"] = _write_file(path, chunks)
+    snapshot.size_bytes, snapshot.digests["workspace"] = write_file(path, chunks)
 
 
 def _remove_local_directory(snapshot: Snapshot) -> None:
@@ -355,35 +366,6 @@ def _remove_local_directory(snapshot: Snapshot) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     with suppress(OSError):  # the holder has other local copies
         directory.parent.rmdir()
-
-
-def _write_file(path: Path, chunks: Iterable[bytes]) -> tuple[int, str]:
-    size, synced, digest = 0, 0, hashlib.sha256()
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-    try:
-        with temporary.open("wb") as out:
-            for chunk in chunks:
-                size += len(chunk)
-                digest.update(chunk)
-                out.write(chunk)
-                if size - synced >= SYNC_INTERVAL_BYTES:
-                    os.fdatasync(out.fileno())
-                    synced = size
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StoreError("local copy", "persist", str(error)) from error
-    return size, digest.hexdigest()
-
-
-def _digest_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as source:
-        while chunk := source.read(CHUNK_BYTES):
-            note_progress()
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _record_event(snapshot: Snapshot, kind: DataEvent.Kind, detail: str, *, now: datetime) -> None:

@@ -8,7 +8,7 @@ raises StoreRefused before anything is sent. All methods are safe to call from s
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +21,14 @@ from sandboxes.redaction.texts import redact
 CHUNK_BYTES = 1 << 20
 MAX_PAGE_SIZE = 1000  # keys per listing
 T = TypeVar("T")
+
+
+FindKept = Callable[[Collection[str]], set[str]]
+
+
+def keep_none(keys: Collection[str]) -> set[str]:
+    """FindKept that keeps no key."""
+    return set()
 
 
 class StoreError(Exception):
@@ -143,8 +151,11 @@ class KeyValueStore(ABC):
         the data survives the same crashes as after `set`."""
         raise StoreRefused(self.name, "append", "this backend does not support append", key=key)
 
-    def sweep_leftovers(self, older_than: datetime) -> int:
-        """Remove invisible remains of interrupted writes that began before `older_than`. Return the number removed."""
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+        """Remove invisible remains of interrupted writes that began before `older_than`. Return the number removed.
+
+        Of a backend that lists unfinished writes by key, those of the keys that `find_kept` returns are not removed. Another
+        backend removes what was not written to since `older_than`."""
         return 0
 
     @contextmanager

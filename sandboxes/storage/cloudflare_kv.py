@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import requests
 
+from sandboxes.answer_limits import limit_session
 from sandboxes.redaction.texts import quote_answer
 from sandboxes.storage.base import (
     MAX_PAGE_SIZE,
@@ -28,6 +29,7 @@ from sandboxes.storage.base import (
 DEFAULT_API_URL = "https://api.cloudflare.com/client/v4"
 KEY_NOT_FOUND_CODE = 10009  # a missing namespace has another code
 MAX_ATTEMPTS = 5
+MAX_ANSWER_BYTES = 26 << 20  # the largest value, and its headers
 MIN_PAGE_SIZE = 10  # smallest number of keys per listing that the API accepts
 RETRY_DEADLINE_SECONDS = 30.0  # after the start of a call, no further attempt begins
 
@@ -49,12 +51,15 @@ class CloudflareKVStore(KeyValueStore):
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create a client; no request is sent. `timeout` is the connect and the read timeout of each attempt, in seconds."""
+        """Create a client; no request is sent. `timeout` is that of each connection and of each answer, in seconds.
+
+        See answer_limits for a long answer."""
         self.prefix = prefix
         self.max_key_bytes = 512 - len(prefix.encode())
         self._base = f"{api.rstrip('/')}/accounts/{quote(account_id)}/storage/kv/namespaces/{quote(namespace_id)}"
         self._auth, self._timeout = _BearerAuth(api_token), timeout
-        self._session, self._sleep, self._clock = OncePerProcess(session), sleep, clock
+        self._session = OncePerProcess(lambda: limit_session(session(), max_bytes=MAX_ANSWER_BYTES))
+        self._sleep, self._clock = sleep, clock
 
     def get(self, key: str) -> bytes | None:
         return self._fetch("get", key)

@@ -13,7 +13,16 @@ from shutil import copyfileobj
 from typing import BinaryIO
 from urllib.parse import quote, unquote_to_bytes
 
-from sandboxes.storage.base import CHUNK_BYTES, MAX_PAGE_SIZE, Entry, KeyValueStore, ListingPage, StoreError
+from sandboxes.storage.base import (
+    CHUNK_BYTES,
+    MAX_PAGE_SIZE,
+    Entry,
+    FindKept,
+    KeyValueStore,
+    ListingPage,
+    StoreError,
+    keep_none,
+)
 
 VALUE_SUFFIX = ".value"  # one key may be a prefix of another (a/b and a/b/c): directories and values must not collide
 TEMPORARY_DIRECTORY = ".new"  # no quoted element of a key has this name
@@ -86,7 +95,7 @@ class FilesystemStore(KeyValueStore):
                     break
         return ListingPage(entries[:limit], entries[limit - 1].key if len(entries) > limit else "")
 
-    def sweep_leftovers(self, older_than: datetime) -> int:
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
         removed = 0
         with (
             self.translate_errors("sweep_leftovers"),

@@ -16,17 +16,20 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
+from sandboxes.answer_limits import limit_answers
 from sandboxes.redaction.texts import quote_answer
 from sandboxes.storage.base import (
     CHUNK_BYTES,
     MAX_PAGE_SIZE,
     Entry,
+    FindKept,
     KeyValueStore,
     ListingPage,
     OncePerProcess,
     RemainderReader,
     StoreError,
     StoreRefused,
+    keep_none,
 )
 
 PART_BYTES = 8 << 20  # R2 requires all parts but the last to have the same size
@@ -51,7 +54,9 @@ class S3Store(KeyValueStore):
         read_timeout: float = 60,
         attempts: int = 3,
     ) -> None:
-        """Create a client without sending a request. Timeouts are per attempt, in seconds."""
+        """Create a client without sending a request. Timeouts are per attempt, in seconds.
+
+        `read_timeout` is that of the answer, see answer_limits."""
         self.bucket, self.endpoint, self.prefix = bucket, endpoint, prefix
         self.max_key_bytes = 1024 - len(prefix.encode())
         config = Config(
@@ -65,8 +70,9 @@ class S3Store(KeyValueStore):
             max_pool_connections=32,
             s3={"addressing_style": "path" if endpoint else "auto"},
         )
-        self.client = OncePerProcess[Any](
-            lambda: Session().client(  # a separate session: boto3's default session is not thread-safe
+
+        def create_client() -> Any:
+            client = Session().client(  # a separate session: boto3's default session is not thread-safe
                 "s3",
                 endpoint_url=endpoint or None,
                 region_name=region,
@@ -74,7 +80,10 @@ class S3Store(KeyValueStore):
                 aws_secret_access_key=secret_access_key,
                 config=config,
             )
-        )
+            _limit_answers(client)
+            return client
+
+        self.client = OncePerProcess[Any](create_client)
         self._transfer = TransferConfig(
             multipart_threshold=PART_BYTES,
             multipart_chunksize=PART_BYTES,
@@ -146,19 +155,44 @@ class S3Store(KeyValueStore):
             for key in self._remove_batch({self._name(key, "remove_many"): key for key in batch}):
                 self.remove(key)
 
-    def sweep_leftovers(self, older_than: datetime) -> int:
-        """Abort unfinished multipart uploads, up to 1000 per call. R2 aborts them by itself after a week."""
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+        """Abort unfinished multipart uploads, page by page. R2 aborts them by itself after a week."""
+        aborted = 0
         with self._client("sweep_leftovers") as client:
+            for page in self._list_unfinished(client):
+                old = [(upload["Key"], upload["UploadId"]) for upload in page if upload["Initiated"] < older_than]
+                kept = find_kept({name.removeprefix(self.prefix) for name, _ in old})
+                for name, upload_id in old:
+                    if name.removeprefix(self.prefix) not in kept:
+                        aborted += self._abort(client, name, upload_id)
+        return aborted
+
+    def _list_unfinished(self, client: Any) -> Iterator[list[dict[str, Any]]]:
+        query = {"Bucket": self.bucket, "Prefix": self.prefix}
+        while True:
             try:
-                response = client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix)
+                response = client.list_multipart_uploads(**query)
             except ClientError as error:
                 if _http_status(error) == 501:
-                    return 0
+                    return
                 raise
-            old = [upload for upload in response.get("Uploads", []) if upload["Initiated"] < older_than]
-            for upload in old:
-                client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-        return len(old)
+            yield response.get("Uploads", [])
+            markers = {"KeyMarker": response.get("NextKeyMarker", ""), "UploadIdMarker": response.get("NextUploadIdMarker", "")}
+            if not response.get("IsTruncated"):
+                return
+            if {**query, **markers} == query or not markers["KeyMarker"]:
+                raise StoreError(self.name, "sweep_leftovers", "the server returned the same page again")
+            query |= markers
+
+    def _abort(self, client: Any, name: str, upload_id: str) -> bool:
+        """Abort an upload. Return False if it was completed or aborted meanwhile."""
+        try:
+            client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload_id)
+        except ClientError as error:
+            if _error_code(error) != "NoSuchUpload":
+                raise
+            return False
+        return True
 
     def check_text(self, text: str, method: str) -> str:
         super().check_text(text, method)
@@ -228,6 +262,13 @@ class S3Store(KeyValueStore):
         if status in (401, 403) or code in AUTH_ERROR_CODES:
             return f"the server rejects these credentials or their permissions in bucket {self.bucket!r} ({code})"
         return f"{code}, HTTP status {status}: {quote_answer(error.response.get('Error', {}).get('Message', ''))}"
+
+
+def _limit_answers(client: Any) -> None:
+    """Limit the time of each answer. Relies on attributes of botocore 1.44; test_answer_limits.py fails without effect."""
+    session = client._endpoint.http_session
+    limit_answers(session._manager)
+    session._pool_classes_by_scheme = session._manager.pool_classes_by_scheme  # of the managers for proxies
 
 
 def _error_code(error: ClientError) -> str:

@@ -269,6 +269,7 @@ def test_old_unfinished_upload_is_aborted(multipart_case: StoreCase) -> None:
     store.client().create_multipart_upload(Bucket=store.bucket, Key=f"{store.prefix}unfinished")
     assert store.is_empty()
     assert store.sweep_leftovers(now - timedelta(hours=1)) == 0
+    assert store.sweep_leftovers(now + timedelta(hours=1), find_kept=lambda keys: {*keys} & {"unfinished"}) == 0
     assert store.sweep_leftovers(now + timedelta(hours=1)) == 1
     assert store.sweep_leftovers(now + timedelta(hours=1)) == 0
 

@@ -24,6 +24,7 @@ from urllib.parse import quote
 import requests
 from django.conf import settings
 
+from sandboxes.answer_limits import limit_session
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
@@ -44,6 +45,7 @@ UPLOAD_TIMEOUT_SECONDS = 300.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 OWNER_FILE = "owner.json"  # in the tool directory: name, owner and time of creation
 NO_OWNER = "leasehold: no owner"
+MAX_ANSWER_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 8 << 20  # of one exec, of which a response of the runner is a part
 
 
@@ -215,7 +217,7 @@ ERRORS = ErrorForm(re.compile("(?!)"), _read_message)  # the bridge has no docum
 
 
 def _create_session(configuration: RemoteConfiguration) -> requests.Session:
-    session = requests.Session()
+    session = limit_session(requests.Session(), max_bytes=MAX_ANSWER_BYTES)
     session.headers["Authorization"] = f"Bearer {configuration.api_key}"  # this spelling: /v1/pool refuses "bearer"
     return session
 

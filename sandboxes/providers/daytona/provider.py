@@ -34,6 +34,7 @@ from daytona_toolbox_api_client import ExecuteRequest, FileSystemApi, ProcessApi
 from daytona_toolbox_api_client.exceptions import ApiException as ToolboxException
 from django.conf import settings
 
+from sandboxes.answer_limits import limit_answers
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
 from sandboxes.providers.daytona.snapshots import SnapshotBuilds
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
@@ -55,6 +56,7 @@ Result = TypeVar("Result")
 Client = TypeVar("Client", ApiClient, ToolboxClient)
 CALL_TIMEOUT_SECONDS = 60.0  # of one request
 UPLOAD_TIMEOUT_SECONDS = 300.0
+MAX_ANSWER_BYTES = 64 << 20  # of a list, a log or the output of a command
 LISTING = "the list of sandboxes"
 PAGE_SIZE = 200  # the maximum of the API
 NO_AUTO_DELETE = -1
@@ -249,6 +251,8 @@ class _Clients:
         client = ApiClient(Configuration(host=configuration.api_url, retries=False))
         self.api = SandboxApi(_authorize(client, configuration.api_key))
         self.toolbox_connections = ToolboxClient(ToolboxConfiguration(host="", retries=False)).rest_client
+        for connections in (client.rest_client, self.toolbox_connections):
+            limit_answers(connections.pool_manager, max_bytes=MAX_ANSWER_BYTES)
 
 
 def _build_toolbox_url(found: VendorSandbox) -> str:

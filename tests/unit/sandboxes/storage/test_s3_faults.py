@@ -3,14 +3,17 @@
 import io
 import socket
 import time
+import uuid
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from boto3.session import Session
 from botocore.awsrequest import AWSRequest, AWSResponse
 from urllib3 import HTTPResponse
 
+from sandboxes.state import pruning, uploads
 from sandboxes.storage.base import Entry, StoreError
 from sandboxes.storage.s3 import PART_BYTES, S3Store
 from tests.support.servers.loopback import (
@@ -148,6 +151,52 @@ def test_failed_multipart_upload_is_aborted(server: ScriptedServer, store: S3Sto
 def test_server_that_lists_no_unfinished_uploads_has_no_leftovers(server: ScriptedServer, store: S3Store) -> None:
     server.script = [error(501, "NotImplemented")]  # the server cleans up by itself, or never
     assert store.sweep_leftovers(datetime.now(UTC)) == 0
+
+
+def list_unfinished(*keys: str, next_marker: str = "") -> Responder:
+    uploads = "".join(
+        f"<Upload><Key>{key}</Key><UploadId>u</UploadId><Initiated>2026-11-21T12:00:00Z</Initiated></Upload>" for key in keys
+    )
+    marker = f"<NextKeyMarker>{next_marker}</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker>" if next_marker else ""
+    truncated = f"<IsTruncated>{'true' if next_marker else 'false'}</IsTruncated>"
+    return respond(200, f"<ListMultipartUploadsResult>{uploads}{marker}{truncated}</ListMultipartUploadsResult>".encode())
+
+
+def test_unfinished_uploads_are_aborted_page_by_page_but_for_those_to_keep(server: ScriptedServer) -> None:
+    store = s3(server.url, prefix="p/")
+    pages = [list_unfinished("p/a", "p/b", next_marker="p/b"), list_unfinished("p/c")]
+    no_upload = error(404, "NoSuchUpload")  # completed since the listing
+    server.script = [pages[0], respond(204), pages[1], no_upload]
+    assert store.sweep_leftovers(datetime.now(UTC), find_kept=lambda keys: {*keys} & {"b"}) == 1
+    assert [call for call in server.calls if call.startswith("DELETE")] == [
+        "DELETE /shelf/p/a?uploadId=u", "DELETE /shelf/p/c?uploadId=u",
+    ]  # fmt: skip
+    assert "key-marker=p%2Fb" in server.calls[2]
+    server.script = [list_unfinished(next_marker="p/b")]
+    with pytest.raises(StoreError, match="same page"):
+        store.sweep_leftovers(datetime.now(UTC))
+
+
+@pytest.mark.django_db
+def test_prune_keeps_uploads_with_a_claim_and_those_of_other_applications(
+    server: ScriptedServer, store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime.now(UTC)
+    claimed, abandoned = (f"agents/did:plc:x/20261121T120000Z-{uuid.uuid4().hex}.tar" for _ in range(2))
+    artifact = f"stores/did:plc:x/{uuid.uuid4().hex}/artifacts/content/a"
+    listed = list_unfinished(claimed, abandoned, "backups/database.tar", "agents/did:plc:x/files/video", artifact)
+    empty = respond(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+
+    def answer(handler: Handler) -> None:
+        (respond(204) if handler.command == "DELETE" else listed if "uploads" in handler.path else empty)(handler)
+
+    server.script = [answer]
+    monkeypatch.setattr("sandboxes.storage.FilesystemStore", lambda root: store)
+    with uploads.claim_keys([claimed], clock=lambda: now):
+        result = pruning.remove_orphans(now=now)
+    assert (result.counts, result.failures) == ({"unfinished writes": 2}, [])
+    aborted = [unquote(call) for call in server.calls if call.startswith("DELETE")]
+    assert aborted == [f"DELETE /shelf/{key}?uploadId=u" for key in (abandoned, artifact)]
 
 
 ONE_ERROR = b"<DeleteResult><Error><Key>b</Key><Code>InternalError</Code></Error></DeleteResult>"

@@ -1,0 +1,104 @@
+"""Time and size limits of whole answers, for HTTP clients that are built on urllib3: requests, boto3 and vendors' clients.
+
+The read timeout of these clients is that of each read: a server that sends a byte every few seconds holds a call for ever. Here
+the read timeout of a request is the time for the whole answer, headers included. A long answer has more time: one second for
+each `MIN_BYTES_PER_SECOND` received. The place of the limit is `response_class` of http.client, which all of them use."""
+
+import http.client
+import io
+import time
+from functools import cache
+from typing import Any
+
+import requests
+import urllib3
+from requests.adapters import HTTPAdapter
+
+MIN_BYTES_PER_SECOND = 16 << 10
+UNLIMITED_BYTES = 1 << 62
+
+
+class _LimitedReader(io.RawIOBase):
+    """Reader of a connection within the limits of its answer."""
+
+    def __init__(self, raw: Any, connection: Any, max_bytes: int) -> None:
+        self._raw, self._socket, self._max_bytes = raw, connection, max_bytes
+        self._timeout, self._waited, self._received = connection.gettimeout(), 0.0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if self._timeout is None:
+            return self._count(self._raw.readinto(buffer))
+        allowed = self._timeout + self._received / MIN_BYTES_PER_SECOND
+        if self._waited >= allowed:
+            raise TimeoutError(f"the answer is not complete after {allowed:.0f} s")
+        self._socket.settimeout(min(allowed - self._waited, self._timeout))
+        started = time.monotonic()
+        try:
+            return self._count(self._raw.readinto(buffer))
+        finally:
+            self._waited += time.monotonic() - started  # the time of the reader between two calls does not count
+            if self._socket.fileno() >= 0:
+                self._socket.settimeout(self._timeout)
+
+    def _count(self, size: int | None) -> int | None:
+        self._received += size or 0
+        if self._received > self._max_bytes:
+            raise OSError(f"the answer is larger than {self._max_bytes} bytes")
+        return size
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
+
+
+@cache
+def _build_pool_class(pool_class: Any, max_bytes: int) -> Any:
+    """Return a subclass of a connection pool whose connections limit their answers."""
+
+    class LimitedResponse(http.client.HTTPResponse):
+        def __init__(self, sock: Any, *args: Any, **options: Any) -> None:
+            super().__init__(sock, *args, **options)
+            raw = self.fp.detach()
+            self.fp = io.BufferedReader(_LimitedReader(raw, sock, max_bytes))
+
+    class LimitedConnection(pool_class.ConnectionCls):
+        response_class = LimitedResponse
+
+    class LimitedPool(pool_class):
+        ConnectionCls = LimitedConnection
+
+    return LimitedPool
+
+
+def limit_answers(manager: urllib3.PoolManager, *, max_bytes: int = UNLIMITED_BYTES) -> None:
+    """Limit the answers of all connections that a pool manager opens from now on. `max_bytes` includes the headers."""
+    classes = manager.pool_classes_by_scheme
+    manager.pool_classes_by_scheme = {scheme: _build_pool_class(found, max_bytes) for scheme, found in classes.items()}
+
+
+class _LimitedAdapter(HTTPAdapter):
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        super().__init__()
+
+    def init_poolmanager(self, *args: Any, **options: Any) -> None:
+        super().init_poolmanager(*args, **options)
+        limit_answers(self.poolmanager, max_bytes=self._max_bytes)
+
+    def proxy_manager_for(self, proxy: Any, **options: Any) -> Any:
+        is_new = proxy not in self.proxy_manager
+        manager = super().proxy_manager_for(proxy, **options)
+        if is_new:
+            limit_answers(manager, max_bytes=self._max_bytes)
+        return manager
+
+
+def limit_session(session: requests.Session, *, max_bytes: int = UNLIMITED_BYTES) -> requests.Session:
+    """Limit the answers of a session of `requests`. Return the session."""
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _LimitedAdapter(max_bytes))
+    return session

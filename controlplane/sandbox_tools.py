@@ -9,7 +9,7 @@ from uuid import UUID
 from controlplane import errors
 from leases import sandbox_tools
 from leases.errors import InvalidRequest
-from sandboxes.mcp.arguments import find_argument_error
+from sandboxes.mcp.arguments import find_argument_error, omit_nulls
 from sandboxes.mcp.tools import Tool, ToolResult
 
 TOOLS = sandbox_tools.TOOLS
@@ -18,6 +18,7 @@ TOOLS = sandbox_tools.TOOLS
 def execute(tool: Tool, arguments: Mapping[str, Any], lease_id: UUID, *, now: datetime) -> ToolResult:
     """Execute a tool for the lease that holds the sandbox."""
     try:
+        arguments = omit_nulls(tool, arguments)
         if error := find_argument_error(tool, arguments):
             raise InvalidRequest(*error)
         return ToolResult(sandbox_tools.execute(tool.name, arguments, lease_id, now=now))

@@ -37,6 +37,7 @@ RETRY_PERIOD_SECONDS = 120.0  # from the first attempt to the last one
 DEFAULT_RETRY_SECONDS = 1.0
 DEFAULT_EXEC_SECONDS = 60  # of the server, unless LEASEHOLD_EXEC_TIMEOUT is set there
 MAX_EXEC_SECONDS = 3600  # of the server, unless LEASEHOLD_EXEC_TIMEOUT_MOST is set there
+MAX_DOWNLOAD_BYTES = 64 << 20  # of one file, which is held in memory; as in the HTTP API
 CHUNK_BYTES = 512 << 10  # of a transferred file; less than LEASEHOLD_EXEC_OUTPUT_CAP
 TIMED_OUT_EXIT_CODE = 124  # as timeout(1)
 FAILED_EXIT_CODE = 1  # of a command that the server refused
@@ -212,6 +213,8 @@ class LeaseholdSandbox(BaseSandbox):
             if error:
                 return FileDownloadResponse(path=path, error=error)
             content += chunk
+            if len(content) > MAX_DOWNLOAD_BYTES:
+                return FileDownloadResponse(path=path, error=f"The file has more than {MAX_DOWNLOAD_BYTES >> 20} MiB.")
             if len(chunk) < CHUNK_BYTES:
                 return FileDownloadResponse(path=path, content=bytes(content))
 

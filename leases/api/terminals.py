@@ -17,7 +17,8 @@ from leases.api.base.fields import ArgvField, StrictBooleanField, StrictCharFiel
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.renderers import encode_json
 from leases.api.base.views import ApiRequest, LeaseApiView
-from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES, ProcessSerializer, serialize_process
+from leases.api.process_fields import ProcessSerializer, serialize_process
+from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES
 from leases.api.runs import LeaseProgramSerializer
 from leases.stream_server.address import DEFAULT_GRANT_LIFETIME, MAX_GRANT_LIFETIME
 from sandboxes.agent.protocol import TerminalSize

@@ -1,8 +1,9 @@
 """Error reporting and option parsing shared by the management commands."""
 
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from getpass import getpass
@@ -68,3 +69,16 @@ def parse_duration(option: str, text: str) -> timedelta:
         return durations.parse_duration(text)
     except ValueError as error:
         raise CommandError(f"{option}: {error}") from None
+
+
+def parse_env(words: Sequence[str]) -> dict[str, str]:
+    """Parse NAME=VALUE. NAME alone has the value that it has in this process, so that a secret is not an argument.
+
+    Raise CommandError for a name without a value, and for text that is not UTF-8."""
+    env = {}
+    for word in words:
+        name, separator, value = base.require_utf8("--env", word).partition("=")
+        if not separator and name not in os.environ:
+            raise CommandError(f"--env: {name[:40]} has no value here. State NAME=VALUE.")
+        env[name] = value if separator else base.require_utf8("--env", os.environ[name])
+    return env

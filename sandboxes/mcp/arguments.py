@@ -10,6 +10,15 @@ from sandboxes.mcp.tools import Tool
 MAX_DETAIL_CHARS = 500  # of a validation error, which repeats the argument
 
 
+def omit_nulls(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that are null and cannot be. Some models state null for each optional argument."""
+    return {name: value for name, value in arguments.items() if value is not None or _accepts_null(tool, name)}
+
+
+def _accepts_null(tool: Tool, name: str) -> bool:
+    return name not in tool.arguments or jsonschema.Draft202012Validator(tool.arguments[name]).is_valid(None)
+
+
 def find_argument_error(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the name of an argument that does not match the tool's schema and the reason, or None."""
     for name in arguments:

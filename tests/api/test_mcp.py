@@ -227,6 +227,22 @@ def test_files_are_read_in_parts(ada_mcp: McpClient, lease_id: str) -> None:
     assert ada_mcp.fail("write_file", lease_id=lease_id, path="x", content="x" * ((8 << 20) + 1))["field"] == "content"
 
 
+def test_files_have_absolute_paths_as_well(ada_mcp: McpClient, lease_id: str) -> None:
+    ada_mcp.succeed("write_file", lease_id=lease_id, path="/workspace/a dir/x", content="one")
+    assert ada_mcp.succeed("read_file", lease_id=lease_id, path="a dir/x")["content"] == "one"
+    ada_mcp.succeed("write_file", lease_id=lease_id, path="/data/x", content="two")
+    assert ada_mcp.succeed("read_file", lease_id=lease_id, path="x", root="data")["content"] == "two"
+    for path in ("/data", "/data/"):
+        assert "x" in [entry["name"] for entry in ada_mcp.succeed("list_files", lease_id=lease_id, path=path)["entries"]]
+
+
+def test_a_null_for_an_optional_argument_is_its_default(ada_mcp: McpClient, lease_id: str) -> None:
+    nulls = dict.fromkeys(("argv", "cwd", "env", "stdin", "timeout_seconds", "shell", "encoding", "idempotency_key"))
+    result = ada_mcp.succeed("exec", lease_id=lease_id, command="pwd", **nulls)
+    assert (result["exit_code"], result["stdout"]) == (0, "/workspace\n")
+    assert ada_mcp.succeed("list_files", lease_id=lease_id, path=None, root=None, deep=None)["path"] == ""
+
+
 def test_lists_have_a_cursor(ada_mcp: McpClient, lease_id: str, pool: Pool) -> None:
     other = ada_mcp.succeed("lease_acquire", environment_id="task-2", environment_type="coding", pool=pool.name)["id"]
     first = ada_mcp.succeed("lease_list", limit=1)
@@ -254,7 +270,12 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("read_file", {"lease_id": UNKNOWN_ID, "path": ""}, "path"),
     ("read_file", {"lease_id": UNKNOWN_ID, "path": "a", "length": 0}, "length"),
     ("read_file", {"lease_id": UNKNOWN_ID, "path": "a", "offset": 10**400}, "offset"),
+    ("read_file", {"lease_id": UNKNOWN_ID, "path": "/etc/passwd"}, "path"),
+    ("read_file", {"lease_id": UNKNOWN_ID, "path": "/workspace"}, "path"),
+    ("list_files", {"lease_id": UNKNOWN_ID, "path": "/"}, "path"),
+    ("read_file", {"lease_id": UNKNOWN_ID, "path": "/workspace/x", "root": "data"}, "path"),
     ("write_file", {"lease_id": UNKNOWN_ID, "path": "a", "content": 5}, "content"),
+    ("write_file", {"lease_id": UNKNOWN_ID, "path": "a", "content": None}, "content"),
 ]
 
 

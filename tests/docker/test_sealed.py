@@ -44,6 +44,14 @@ while True:
     except OSError: pass
 """
 HOG = "x = b'x' * (1 << 30)"
+SHARE_MEMORY = """
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=60 << 20)
+for mib in range(60):
+    memory.buf[mib << 20:(mib + 1) << 20] = b"x" * (1 << 20)
+memory.unlink()
+print("fine")
+"""
 # Fills all kinds of memory that outlive processes. Prints the number of bytes and of files.
 FILL = """
 import ctypes
@@ -408,6 +416,12 @@ def test_full_tmpfs_leaves_memory_to_clean_up(cells: list[Cell]) -> None:
     cell.provider.write_file(cell.ref, "/data/y", b"y")
     assert cell.run("find", "/tmp", "/var/tmp", "/run", "/dev/shm", "-xdev", "-type", "f", "-delete").exit_code == 0
     assert cell.run("sh", "-c", "head -c 1M /dev/zero > /tmp/x && echo room").stdout == b"room\n"
+
+
+def test_programs_share_60_mib_in_a_sandbox_of_512_mib(owner: str, agent_gateway: Gateway) -> None:
+    with run_cell(owner, agent_gateway, memory_mib=512) as cell:
+        result = cell.run("python3", "-c", SHARE_MEMORY)
+    assert (result.exit_code, result.stdout) == (0, b"fine\n"), result.stderr
 
 
 def test_flood_on_both_streams_is_dropped_and_ended(cell: Cell) -> None:

@@ -20,7 +20,7 @@ SUITE = CHECKOUT / "tests" / "support" / "deepagents_suite.py"
 PROVIDER_SUITE = CHECKOUT / "tests" / "support" / "deepagents_code_suite.py"
 DID = "did:web:deepagents.invalid"
 PROVIDER_TESTS = 6
-OWN_TESTS = 8  # of the file; the rest is LangChain's suite
+OWN_TESTS = 9  # of the file; the rest is LangChain's suite
 STANDARD_TESTS = 86
 
 

@@ -331,7 +331,7 @@ def leave_objects_behind(option: str, count: int, *call: Any) -> object:
 
 
 for _object, (_option, _count, *_arguments) in {
-    "memory": ("m", 9, "shmget", 0, 1 << 20, 0o1600),  # MiB: more than a sixteenth of 128
+    "memory": ("m", 5, "shmget", 0, 1 << 20, 0o1600),  # MiB: more than a thirty-second of 128
     "messages": ("q", 17, "msgget", 0, 0o1600),  # queues of up to 16 KiB each
     "semaphores": ("s", 33, "semget", 0, 250, 0o1600),
 }.items():

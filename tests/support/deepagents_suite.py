@@ -62,6 +62,14 @@ def test_file_of_several_chunks_is_transferred_exactly(sandbox, size):
     assert (uploaded.error, downloaded.error, downloaded.content == content) == (None, None, True)
 
 
+def test_file_above_the_limit_is_not_downloaded(sandbox, monkeypatch):
+    monkeypatch.setattr("leases.adapters.deepagents.MAX_DOWNLOAD_BYTES", 1 << 20)
+    sandbox.execute("truncate -s 1048576 fits; truncate -s 4G above")
+    fits, above = sandbox.download_files(["/workspace/fits", "/workspace/above"])
+    assert (fits.error, len(fits.content)) == (None, 1 << 20)
+    assert (above.error, above.content) == ("The file has more than 1 MiB.", None)
+
+
 def test_conversation_history_is_kept_in_the_data_of_the_agent():
     with join() as first:
         backend = add_conversation_history(first)

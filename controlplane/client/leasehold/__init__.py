@@ -28,6 +28,7 @@ from .errors import (
     SandboxClosed,
     ServerFailed,
     Unavailable,
+    UnexpectedAnswer,
 )
 from .exchange import RetryPolicy
 from .operator import Operator
@@ -62,4 +63,5 @@ __all__ = [
     "SandboxClosed",
     "ServerFailed",
     "Unavailable",
+    "UnexpectedAnswer",
 ]

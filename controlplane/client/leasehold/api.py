@@ -118,12 +118,13 @@ class LeaseApi:
         data = yield from follow(request, self._policy, self._find_run_stream, end="exit", convert=parse_output)
         return parse_exit(data)
 
-    def start_agent(self, prompt: str, options: Mapping[str, Any]) -> Operation[schemas.AgentRun]:
-        """Start an agent CLI, and return once its command has begun."""
+    def start_agent(self, prompt: str, options: Mapping[str, Any]) -> Operation[str]:
+        """Start an agent CLI, and return the id of its run once its command has begun."""
         if options.get("queued"):
             raise ValueError("A queued run has no stream yet: it is a request of its own.")
         answer = yield from self._post("/agent-runs", {"prompt": prompt, **options}, is_repeatable=False)
-        return cast(schemas.AgentRun, answer.json())
+        row: schemas.AgentRun = answer.json()
+        return row["run_id"]
 
     def follow_agent(self, run_id: str) -> Operation[schemas.AgentRun]:
         """Read the events of an agent run from the first one. Emits each AgentEvent."""

@@ -37,26 +37,38 @@ def list_entries(directory: Path, target: str) -> Iterator[tuple[Path, str]]:
             yield path, str(PurePosixPath(target, path.relative_to(directory).as_posix()))
 
 
-def unpack_archive(archive: BinaryIO, source: str, directory: Path) -> None:
-    """Unpack the entries below the directory `source` of the sandbox. No entry can be written outside of `directory`.
+def unpack_archive(archive: BinaryIO, source: str, directory: Path) -> list[str]:
+    """Unpack the entries below the directory `source` of the sandbox. Return the names of the links that were left out.
 
-    The archive comes from a sandbox and is not trusted. Raise LeaseholdError for a name or a link that leads outside, for a
-    special file, and for an entry below a link. Entries before the refused one have been written.
+    The archive comes from a sandbox and is not trusted. No entry can be written outside of `directory`. A link that leads
+    outside, such as that of a virtual environment to the interpreter, is left out. Raise LeaseholdError for a name that leads
+    outside, a special file, an entry below a link, and an archive or a disk that fails. Entries before that have been written.
 
     1. Create directories and files. Directories are opened one by one without following links, those that were there before
        included, and a file replaces an entry of its name.
     2. Create the links, when no further entry can be written through them."""
     if not HAS_DESCRIPTORS:
         raise LeaseholdError("Unpacking a directory needs a POSIX system: it follows no links.", code="not_supported")
+    try:
+        return _unpack(archive, source, directory)
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
+        detail = f"The archive could not be unpacked into {directory}: {error or type(error).__name__}"
+        raise LeaseholdError(detail, code="unpack_failed") from error
+
+
+def _unpack(archive: BinaryIO, source: str, directory: Path) -> list[str]:
     archive.seek(0)
     directory.mkdir(parents=True, exist_ok=True)
     links: dict[Parts, Parts] = {}
     files: set[Parts] = set()
+    omitted: set[Parts] = set()
     with _Tree(directory) as tree, tarfile.open(fileobj=archive, mode="r:") as tar:
         for member in tar:
             path = _find_path(member.name, source)
             if not path:
                 continue
+            links.pop(path, None)
+            omitted.discard(path)
             if member.isdir():
                 tree.make_directory(path)
             elif member.isreg() and not member.issparse():
@@ -68,16 +80,19 @@ def unpack_archive(archive: BinaryIO, source: str, directory: Path) -> None:
                     raise _refuse(member, "a hard link to a file that is not in the archive")
                 tree.link_file(target, path)
                 files.add(path)
-            elif member.issym():
-                links[path] = _resolve_link(path, member)
-            else:
+            elif not member.issym():
                 raise _refuse(member, "neither a file, a directory nor a link")
-            if not member.issym():
-                links.pop(path, None)
-        for path, target in links.items():
-            tree.require_inside(path, target, links)
+            elif (resolved := _resolve_link(path, member)) is not None:
+                links[path] = resolved
+            else:
+                omitted.add(path)
+        # Without an omitted link another one may lead through a link that was there before: look again until all are inside.
+        while refused := {path for path, target in links.items() if not tree.is_inside(path, target, links)}:
+            omitted |= refused
+            links = {path: target for path, target in links.items() if path not in refused}
         for path, target in links.items():
             tree.make_link(path, target)
+    return sorted("/".join(path) for path in omitted)
 
 
 def _find_path(name: str, source: str) -> Parts:
@@ -89,8 +104,8 @@ def _find_path(name: str, source: str) -> Parts:
     return parts[len(prefix) :] if parts[: len(prefix)] == prefix else ()
 
 
-def _resolve_link(path: Parts, member: tarfile.TarInfo) -> Parts:
-    """Return the path to which a link leads, if `..` stands only at its beginning. Raise LeaseholdError if that is outside.
+def _resolve_link(path: Parts, member: tarfile.TarInfo) -> Parts | None:
+    """Return the path to which a link leads, if `..` stands only at its beginning. None if that is, or may be, outside.
 
     The parents of a link are no links, so that no other entry can change where such a link leads."""
     target = [part for part in member.linkname.split("/") if part not in ("", ".")]
@@ -98,7 +113,7 @@ def _resolve_link(path: Parts, member: tarfile.TarInfo) -> Parts:
     while parents < len(target) and target[parents] == "..":
         parents += 1
     if member.linkname.startswith("/") or "\0" in member.linkname or ".." in target[parents:] or parents > len(path) - 1:
-        raise _refuse(member, "a link that may lead outside of the directory")
+        return None
     return (*path[: len(path) - 1 - parents], *target[parents:])
 
 
@@ -143,8 +158,8 @@ class _Tree:
         with self._open(target[:-1]) as source, self._replace(path) as parent:
             os.link(target[-1], path[-1], src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
 
-    def require_inside(self, path: Parts, target: Parts, links: Mapping[Parts, Parts]) -> None:
-        """Raise LeaseholdError if a link is below another one, leads through one that was there before, or leads in circles."""
+    def is_inside(self, path: Parts, target: Parts, links: Mapping[Parts, Parts]) -> bool:
+        """Return False if a link is below another one, leads through one that was there before, or leads in circles."""
         is_refused = any(path[:depth] in links for depth in range(len(path)))
         rest, reached, followed = list(target), tuple[str, ...](), 0
         while rest and not is_refused:
@@ -154,9 +169,7 @@ class _Tree:
                 is_refused = followed > MAX_LINKS_ON_A_PATH
             else:
                 is_refused = self._is_link(reached)
-        if is_refused:
-            name = "/".join(path)[:200]
-            raise LeaseholdError(f"{name!r} is a link that may lead outside of the directory.", code="unsafe_archive")
+        return not is_refused
 
     def make_link(self, path: Parts, target: Parts) -> None:
         """Create a link to a path of the directory. It stays valid if the directory is moved."""

@@ -16,7 +16,7 @@ from .archives import pack_directory, unpack_archive
 from .errors import LeaseholdError
 from .exchange import Operation
 from .results import AgentEvent, ExecResult, OutputPart, RunResult
-from .sandbox import FileEntries, ProcessList, SandboxBase
+from .sandbox import FileEntries, LinkNames, ProcessList, SandboxBase
 from .transports import AsyncStream, AsyncTransport
 
 T = TypeVar("T")
@@ -149,9 +149,8 @@ class AsyncClosingStream(AsyncStream[Item, T]):
 class AsyncAgent:
     """A running agent CLI. Iterate over its events; `wait` returns the agent run at its end."""
 
-    def __init__(self, sandbox: AsyncSandbox, row: schemas.AgentRun) -> None:
-        self.run_id = row["run_id"]
-        self._sandbox = sandbox
+    def __init__(self, sandbox: AsyncSandbox, run_id: str) -> None:
+        self.run_id, self._sandbox = run_id, sandbox
 
     def __aiter__(self) -> AsyncIterator[AgentEvent]:
         """Iterate over the events from the first one, also again and after the end."""
@@ -211,12 +210,14 @@ class AsyncFiles:
             await to_thread.run_sync(pack_directory, Path(directory), target, archive)
             await self._run(lambda lease: lease.put_archive(root, archive))
 
-    async def download(self, path: str, directory: str | Path) -> None:
-        """Copy a directory of the sandbox into a local directory. Nothing is written outside the local directory."""
+    async def download(self, path: str, directory: str | Path) -> LinkNames:
+        """Copy a directory of the sandbox into a local directory. Nothing is written outside the local directory.
+
+        Return the names of the links that lead outside of the directory: they are left out."""
         root, source = split_path(path)
         with tempfile.TemporaryFile() as archive:
             await self._run(lambda lease: lease.get_archive(root, source, archive))
-            await to_thread.run_sync(unpack_archive, archive, source, Path(directory))
+            return await to_thread.run_sync(unpack_archive, archive, source, Path(directory))
 
 
 class AsyncProcesses:

@@ -30,7 +30,9 @@ class LeaseholdError(Exception):
     @property
     def field_errors(self) -> dict[str, str]:
         """Detail of each invalid field of the request, by the name of the field."""
-        errors = {str(error["field"]): str(error["detail"]) for error in self.problem.get("errors", ())}
+        listed = self.problem.get("errors")
+        entries = [error for error in listed if isinstance(error, dict)] if isinstance(listed, list) else []
+        errors = {str(error.get("field", "")): str(error.get("detail", "")) for error in entries}
         return errors or ({str(self.problem["field"]): self.detail} if self.problem.get("field") else {})
 
     @property
@@ -63,6 +65,12 @@ class ConnectionFailed(LeaseholdError):
     @property
     def retryable(self) -> bool:
         return True
+
+
+class UnexpectedAnswer(LeaseholdError):
+    """The answer is not one of the HTTP API: it is damaged, or of a proxy, or of a server of another version."""
+
+    code = "unexpected_answer"
 
 
 class OutcomeUnknown(LeaseholdError):
@@ -161,7 +169,7 @@ def build_error(status: int, body: bytes) -> LeaseholdError:
     try:
         problem = json.loads(body)
         return build_problem_error({**problem, "status": status})
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ERROR_BY_STATUS.get(status, ApiError)(
             f"The server answered with status {status}.", code=f"http_{status}", status=status
         )

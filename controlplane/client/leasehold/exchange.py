@@ -20,6 +20,7 @@ from .errors import (
     ConnectionFailed,
     LeaseholdError,
     OutcomeUnknown,
+    UnexpectedAnswer,
     build_error,
     build_problem_error,
 )
@@ -29,6 +30,8 @@ RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 UNSETTLED_STATUSES = frozenset({500, 502, 504})  # the request may have been executed
 IN_PROGRESS = "idempotency_in_progress"
 MAX_IN_PROGRESS_SECONDS = 900.0  # beyond the time limit of the command: a start, a wake, the end of an abandoned run by a sweep
+# Raised by code that reads an answer which is not one of the HTTP API.
+ANSWER_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -157,6 +160,14 @@ class Attempts:
         return unknown
 
 
+def build_answer_error(error: Exception, request: Request) -> LeaseholdError:
+    """Return the error of an answer that cannot be read: OutcomeUnknown if the request may have executed a command."""
+    detail = f"The answer to {request.method} {request.path} cannot be read: {type(error).__name__}."
+    if request.is_repeatable:
+        return UnexpectedAnswer(detail)
+    return OutcomeUnknown(f"{detail} {COMMAND_MAY_HAVE_RUN}")
+
+
 def build_post(path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Request:
     """Return a POST with an Idempotency-Key, which stays the same in all attempts."""
     headers = {"Idempotency-Key": uuid.uuid4().hex, "Content-Type": "application/json"}
@@ -225,4 +236,4 @@ def follow(
 def parse_retry_after(response: Response) -> float:
     """Return the seconds of Retry-After, 0 without it. A date, which the server does not send, is ignored."""
     text = response.headers.get("retry-after", "")
-    return float(text) if text.isdigit() else 0.0
+    return float(text) if text.isascii() and text.isdigit() else 0.0

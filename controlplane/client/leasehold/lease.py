@@ -59,9 +59,9 @@ class HeldLease:
         if self.options.release is None and self.options.environment and not lease["is_new"]:
             self.must_release = False  # another program has opened it
             cleanup.unregister(self)
-        self.document = lease
-        self._keeper = LeaseKeeper(self, lease)
-        self._keeper.start()
+        keeper = LeaseKeeper(self, lease)  # reads the lease: one that cannot be read is not held
+        self.document, self._keeper = lease, keeper
+        keeper.start()
         return lease
 
     def close(self) -> Operation[None]:

@@ -23,6 +23,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 FileEntries = list[schemas.FileEntry]  # classes below have a method `list`
 ProcessList = list[schemas.Process]
+LinkNames = list[str]
 
 
 class SandboxBase:
@@ -176,8 +177,7 @@ class Sandbox(SandboxBase):
 
     def agent(self, prompt: str, **options: Any) -> Agent:
         """Start an agent CLI with a prompt. `options` are fields of the HTTP API: `cli`, `model`, `max_turns`, …"""
-        row = self._transport.run(self._require_open().start_agent(prompt, options))
-        return Agent(self, row)
+        return Agent(self, self._transport.run(self._require_open().start_agent(prompt, options)))
 
     @property
     def files(self) -> Files:
@@ -208,9 +208,8 @@ class ClosingStream(Stream[Item, T]):
 class Agent:
     """A running agent CLI. Iterate over its events; `wait` returns the agent run at its end."""
 
-    def __init__(self, sandbox: Sandbox, row: schemas.AgentRun) -> None:
-        self.run_id = row["run_id"]
-        self._sandbox = sandbox
+    def __init__(self, sandbox: Sandbox, run_id: str) -> None:
+        self.run_id, self._sandbox = run_id, sandbox
 
     def __iter__(self) -> Iterator[AgentEvent]:
         """Iterate over the events from the first one, also again and after the end."""
@@ -243,6 +242,7 @@ class Files:
         return self._run(lambda lease: lease.read_file(path))
 
     def read_text(self, path: str) -> str:
+        """Return the text of a file. Raise UnicodeDecodeError if it is not UTF-8."""
         return self.read(path).decode()
 
     def write(self, path: str, content: str | bytes) -> None:
@@ -268,12 +268,14 @@ class Files:
             pack_directory(Path(directory), target, archive)
             self._run(lambda lease: lease.put_archive(root, archive))
 
-    def download(self, path: str, directory: str | Path) -> None:
-        """Copy a directory of the sandbox into a local directory. Nothing is written outside the local directory."""
+    def download(self, path: str, directory: str | Path) -> LinkNames:
+        """Copy a directory of the sandbox into a local directory. Nothing is written outside the local directory.
+
+        Return the names of the links that lead outside of the directory: they are left out."""
         root, source = split_path(path)
         with tempfile.TemporaryFile() as archive:
             self._run(lambda lease: lease.get_archive(root, source, archive))
-            unpack_archive(archive, source, Path(directory))
+            return unpack_archive(archive, source, Path(directory))
 
 
 class Processes:

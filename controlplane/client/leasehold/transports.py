@@ -10,8 +10,18 @@ import anyio
 import httpx
 from anyio import to_thread
 
-from .errors import ConnectionFailed, SandboxClosed
-from .exchange import Emit, OpenStream, Operation, Pause, ReadChunk, Request, Response
+from .errors import ConfigurationError, ConnectionFailed, SandboxClosed
+from .exchange import (
+    ANSWER_ERRORS,
+    Emit,
+    OpenStream,
+    Operation,
+    Pause,
+    ReadChunk,
+    Request,
+    Response,
+    build_answer_error,
+)
 from .settings import Settings
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -30,6 +40,12 @@ def translate_error(error: httpx.HTTPError) -> ConnectionFailed:
 
 
 def build_client_options(settings: Settings) -> dict[str, Any]:
+    """Return the arguments for httpx. Raise ConfigurationError for an address or a key that cannot be sent."""
+    try:
+        httpx.URL(settings.base_url)
+        settings.api_key.encode("ascii")
+    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise ConfigurationError(f"The address or the API key is invalid: {type(error).__name__}.") from None
     return {"base_url": settings.base_url, "headers": {"Authorization": f"Bearer {settings.api_key}"}}
 
 
@@ -60,6 +76,16 @@ async def read_blocks_async(file: BinaryIO) -> AsyncIterator[bytes]:
 
 def build_response(response: httpx.Response, body: bytes = b"") -> Response:
     return Response(response.status_code, {name.lower(): value for name, value in response.headers.items()}, body)
+
+
+def resume(operation: Operation[T], reply: Any, failure: ConnectionFailed | None, answered: Request | None) -> Any:
+    """Return the next step of an operation. An answer that it cannot read is a LeaseholdError, after the request `answered`."""
+    try:
+        return operation.throw(failure) if failure else operation.send(reply)
+    except ANSWER_ERRORS as error:
+        if answered is None:  # an argument of the caller
+            raise
+        raise build_answer_error(error, answered) from error
 
 
 def truncate(sink: BinaryIO) -> None:
@@ -107,6 +133,7 @@ class Stream(Generic[Item, T]):
         self._has_ended = False
         self._transport, self._operation = transport, operation
         self._response: httpx.Response | None = None
+        self._answered: Request | None = None  # the last request that was answered
         self._chunks: Iterator[bytes] = iter(())
 
     def __iter__(self) -> Iterator[Item]:
@@ -117,7 +144,7 @@ class Stream(Generic[Item, T]):
         failure: ConnectionFailed | None = None
         try:
             while True:
-                step = self._operation.throw(failure) if failure else self._operation.send(reply)
+                step = resume(self._operation, reply, failure, self._answered)
                 if isinstance(step, Emit):
                     item: Item = step.item
                     return item
@@ -126,6 +153,8 @@ class Stream(Generic[Item, T]):
                     reply = self._perform(step)
                 except httpx.HTTPError as error:
                     failure = translate_error(error)
+                else:
+                    self._answered = step if isinstance(step, Request) else getattr(step, "request", self._answered)
         except StopIteration as done:
             if not self._has_ended:
                 self._has_ended, self.result = True, done.value
@@ -210,6 +239,7 @@ class AsyncStream(Generic[Item, T]):
         self._has_ended = False
         self._transport, self._operation = transport, operation
         self._response: httpx.Response | None = None
+        self._answered: Request | None = None  # the last request that was answered
         self._chunks: AsyncIterator[bytes] | None = None
 
     def __aiter__(self) -> AsyncIterator[Item]:
@@ -220,7 +250,7 @@ class AsyncStream(Generic[Item, T]):
         failure: ConnectionFailed | None = None
         try:
             while True:
-                step = self._operation.throw(failure) if failure else self._operation.send(reply)
+                step = resume(self._operation, reply, failure, self._answered)
                 if isinstance(step, Emit):
                     item: Item = step.item
                     return item
@@ -229,6 +259,8 @@ class AsyncStream(Generic[Item, T]):
                     reply = await self._perform(step)
                 except httpx.HTTPError as error:
                     failure = translate_error(error)
+                else:
+                    self._answered = step if isinstance(step, Request) else getattr(step, "request", self._answered)
         except StopIteration as done:
             if not self._has_ended:
                 self._has_ended, self.result = True, done.value

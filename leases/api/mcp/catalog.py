@@ -14,6 +14,7 @@ from leases.api.mcp.file_tools import (
     build_file_write,
     read_file_content,
     read_file_written,
+    split_absolute_path,
 )
 from leases.errors import InvalidRequest
 from sandboxes.mcp.tools import Schema
@@ -49,6 +50,7 @@ def _integer(description: str, **options: Any) -> Schema:
 
 LEASE_ID = _string("Id of the lease.", format="uuid")
 ROOT = _string("Base directory of the path: /workspace or /data. Default: workspace.", enum=["workspace", "data"])
+PATH = _string("Path relative to the base directory, or an absolute path below /workspace or /data.")
 ENCODING = _string("utf-8 replaces invalid bytes; base64 is exact. Default: utf-8.", enum=list(ENCODINGS))
 PAGE = {
     "cursor": _string("next_cursor of the previous page."),
@@ -141,32 +143,33 @@ TOOLS = (
         "Return the content of a file, or a part of it: next_offset is the offset to continue from, null at the end of the "
         "file. A sleeping sandbox is not woken.",
         {
-            "lease_id": LEASE_ID, "path": _string("Path relative to the base directory."), "root": ROOT, "encoding": ENCODING,
+            "lease_id": LEASE_ID, "path": PATH, "root": ROOT, "encoding": ENCODING,
             "offset": _integer("First byte. Default: 0.", minimum=0, maximum=10**15),
             "length": _integer(
                 f"Maximum number of bytes. Default: {DEFAULT_READ_BYTES}.", minimum=1, maximum=MAX_READ_BYTES
             ),
         },
-        ["lease_id", "path"], reads_only=True, path="leases/{lease_id}/files/{path}", query=("root",), build=build_file_read,
-        read=read_file_content,
+        ["lease_id", "path"], reads_only=True, path="leases/{lease_id}/files/{path}", query=("root",),
+        adapt=split_absolute_path, build=build_file_read, read=read_file_content,
     ),
     ApiTool(
         "write_file", "Write a file",
         f"Create or replace a file of at most {MAX_WRITE_BYTES >> 20} MiB. Missing parent directories are created.",
         {
-            "lease_id": LEASE_ID, "path": _string("Path relative to the base directory."), "content": _string("Content."),
+            "lease_id": LEASE_ID, "path": PATH, "content": _string("Content."),
             "root": ROOT, "encoding": ENCODING | {"description": "Encoding of content. Default: utf-8."},
         },
         ["lease_id", "path", "content"], destructive=True, idempotent=True, method="PUT", path="leases/{lease_id}/files/{path}",
-        query=("root",), build=build_file_write, read=read_file_written,
+        query=("root",), adapt=split_absolute_path, build=build_file_write, read=read_file_written,
     ),
     ApiTool(
         "list_files", "List files", "List a directory: name, kind, size, mode and time of each entry.",
         {
-            "lease_id": LEASE_ID, "path": _string("Directory, relative to the base directory. Default: the base directory."),
+            "lease_id": LEASE_ID, "path": _string("Directory, stated like the path of a file. Default: the base directory."),
             "root": ROOT, "deep": {"type": "boolean", "description": "Also list all subdirectories. Default: false."},
         },
         ["lease_id"], reads_only=True, path="leases/{lease_id}/files", query=("path", "root", "deep"),
+        adapt=split_absolute_path,
     ),
     ApiTool(
         "snapshot_create", "Take a snapshot", "Store the present state of /workspace. Only the newest snapshots are kept.",

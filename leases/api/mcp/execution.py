@@ -12,7 +12,7 @@ from django.urls import Resolver404, resolve
 from leases.api.base.views import ApiView
 from leases.api.mcp.api_tool import ApiTool, Subrequest
 from leases.errors import InvalidRequest
-from sandboxes.mcp.arguments import find_argument_error
+from sandboxes.mcp.arguments import find_argument_error, omit_nulls
 from sandboxes.mcp.tools import Tool, ToolResult
 
 SHARED_VARIABLES = (
@@ -25,6 +25,7 @@ def execute_tool(view: ApiView, tool: Tool, arguments: dict[str, Any]) -> ToolRe
     """Execute a tool with the key of the view's request. An error of the arguments is a problem document as well."""
     assert isinstance(tool, ApiTool)
     try:
+        arguments = omit_nulls(tool, arguments)
         if error := find_argument_error(tool, arguments):
             raise InvalidRequest(*error)
         subrequest = tool.build_request(arguments, view.caller)

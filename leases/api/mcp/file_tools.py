@@ -7,7 +7,9 @@ from typing import Any
 from django.http import HttpResponse
 from django.http.response import HttpResponseBase
 
+from leases.api.base.authentication import Caller
 from leases.api.base.fields import decode_input, encode_output
+from leases.api.files.base import ROOTS
 from leases.api.mcp.api_tool import ApiTool, Arguments, Subrequest
 from leases.errors import InvalidRequest
 from sandboxes.mcp.tools import ToolResult
@@ -15,6 +17,17 @@ from sandboxes.mcp.tools import ToolResult
 DEFAULT_READ_BYTES, MAX_READ_BYTES = 256 << 10, 4 << 20  # of one call: models and clients hold a result in memory
 MAX_WRITE_BYTES = 8 << 20  # of one call: less than the body of a message in base64
 CONTENT_RANGE_RE = re.compile(r"bytes (?:\*|\d+-\d+)/(\d+)")
+
+
+def split_absolute_path(arguments: Arguments, caller: Caller) -> Arguments:
+    """Replace an absolute path by its base directory and the path below. Raise InvalidRequest for one elsewhere."""
+    path = arguments.get("path", "")
+    if not path.startswith("/"):
+        return arguments
+    base, _, below = path[1:].partition("/")
+    if base not in ROOTS or "root" in arguments:
+        raise InvalidRequest("path", f"Must be relative to root, or, without root, below {' or '.join(ROOTS.values())}.")
+    return {**arguments, "root": base, "path": below}
 
 
 def build_file_read(tool: ApiTool, rest: Arguments) -> Subrequest:

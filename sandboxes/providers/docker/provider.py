@@ -59,8 +59,9 @@ INIT_COMMAND = (
 REMOVAL_TIMEOUT_SECONDS = 30.0  # for a removal begun by another process
 # Sizes of tmpfs directories as shares of the sandbox's memory limit, to which their content counts. Completely full, including
 # inodes, they leave more than half of the memory, so that commands still start and can clean up.
-TMPFS_MEMORY_SHARES = {"/tmp": 1 / 4, "/var/tmp": 1 / 16, "/dev/shm": 1 / 16, "/run": 1 / 64}  # noqa: S108 - inside the sandbox
-SHM_MEMORY_SHARE = 1 / 16  # SysV shared memory, which also outlives its processes
+# With 512 MiB, /dev/shm has Docker's default of 64 MiB. A program that writes to a mapping beyond its size is killed by SIGBUS.
+TMPFS_MEMORY_SHARES = {"/tmp": 1 / 4, "/var/tmp": 1 / 32, "/dev/shm": 1 / 8, "/run": 1 / 64}  # noqa: S108 - inside the sandbox
+SHM_MEMORY_SHARE = 1 / 32  # SysV shared memory, which also outlives its processes
 BYTES_PER_INODE = 16 << 10  # inode limit: an inode takes about 1 KiB of kernel memory, which counts towards the memory limit
 
 

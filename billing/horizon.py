@@ -17,7 +17,10 @@ CLOCK_MARGIN = timedelta(days=1)  # clocks of hosts, and of one host after a cor
 
 
 def get_horizon() -> datetime:
-    """Return the horizon, midnight UTC of a day; EPOCH before the first one."""
+    """Return the horizon, midnight UTC of a day; EPOCH before the first one.
+
+    Metering reads it in each batch, under the lock of its watermark: a reset between two batches deletes usage from a later
+    horizon on, and an earlier value would add usage to final days."""
     return Watermark.objects.filter(name=HORIZON_WATERMARK).values_list("at", flat=True).first() or EPOCH
 
 

@@ -336,15 +336,20 @@ def _write_storage_records(stored: Sequence[StoredObject], until: datetime) -> i
 def _meter_llm_calls(after: int | None, until: datetime) -> tuple[int | None, int]:
     """Recompute the token records of a batch of ended calls that are uncounted, or changed since.
 
-    Each record is the sum of all calls of one lease to one model on one day."""
+    Each record is the sum of all calls of one lease to one model on one day. A record of more calls than exist stays as it is:
+    the others have expired."""
     uncounted = LlmCall.objects.select_for_update(no_key=True).filter(counted=False, ended_at__isnull=False)
     calls = [*uncounted.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALL_BATCH_SIZE]]
     if not calls:
         return None, 0
     groups = {(each.holder, each.model, to_utc_date(each.started_at)) for each in calls if _is_billable_call(each)}
-    records = [_build_tokens_record(*group) for group in groups]
-    for each in records:
-        UsageRecord.objects.filter(item=UsageKind.TOKENS, holder=each.holder, model=each.model, day=each.day).delete()
+    records = []
+    for holder, model, day in groups:
+        previous = UsageRecord.objects.filter(item=UsageKind.TOKENS, holder=holder, model=model, day=day)
+        record = _build_tokens_record(holder, model, day)
+        if not previous.filter(calls__gt=record.calls).exists():
+            previous.delete()
+            records.append(record)
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
     LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True)
     return calls[-1].pk, len(records)

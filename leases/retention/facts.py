@@ -3,14 +3,17 @@
 Only facts before the horizon (billing.horizon) go, and only those without which the rest has the same usage. A sandbox that is
 not destroyed keeps the changes between its starts and stops: its time with a process is counted from them."""
 
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Exists, OuterRef, Q, QuerySet, Subquery
 
 from billing.horizon import find_facts_end
 from leases.models import Lease
-from sandboxes.models import Reading, Run, Snapshot, Transition
+from sandboxes.models import LlmCall, Reading, Run, Snapshot, Transition
 from sandboxes.models.transition_reasons import RUN_REASONS
+
+LATE_PRICE_PERIOD = timedelta(days=90)  # a model call without a price waits so much longer for one
 
 
 def find_expired() -> dict[str, QuerySet[Any]]:
@@ -41,4 +44,16 @@ def find_expired() -> dict[str, QuerySet[Any]]:
         "snapshots without files": Snapshot.objects.filter(
             ~Exists(same_objects), without_lease, forgotten_at__lt=end, metered=True, vendor_snapshot=""
         ).order_by("forgotten_at"),
+        "model calls": _find_expired_calls(end).filter(without_lease).order_by("started_at", "pk"),
     }  # fmt: skip
+
+
+def _find_expired_calls(end: datetime) -> QuerySet[LlmCall]:
+    """Return the calls before `end` of which no other call of the same usage record waits for its price.
+
+    A late price sums the calls of one lease to one model on one day again. Those of a lease therefore stay together."""
+    is_waiting = Q(cost__isnull=True, kind=LlmCall.Kind.LLM, started_at__gte=end - LATE_PRICE_PERIOD)
+    unsettled = LlmCall.objects.exclude(outcome=LlmCall.Outcome.REFUSED).filter(is_waiting | Q(counted=False))
+    of_same_lease = Exists(unsettled.filter(holder=OuterRef("holder")))
+    of_no_lease = Q(Exists(unsettled.filter(holder__isnull=True, model=OuterRef("model"))), holder__isnull=True)
+    return LlmCall.objects.filter(~of_same_lease, ~of_no_lease, counted=True, started_at__lt=end, ended_at__lt=end)

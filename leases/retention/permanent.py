@@ -54,7 +54,6 @@ REASONS: Mapping[str, str] = {
     "sandboxes.Host": BOUNDED,
     "sandboxes.ImageTemplate": CONFIGURED,
     "sandboxes.Installation": "one row",
-    "sandboxes.LlmCall": BILLED,
     "sandboxes.LogPosition": "one row for each log file",
     "sandboxes.ModelRate": CONFIGURED,
     "sandboxes.PackAssignment": CONFIGURED,

@@ -84,6 +84,9 @@ class Run(models.Model):
             # A Run leaves this index when it ends, so its closing UPDATE is not heap-only. Sweeps need the index.
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="run_open"),
             models.Index(fields=["sandbox", "id"], condition=Q(metered=False), name="run_unmetered"),
+            # Console lists of few among many. The usual run, an exec that succeeds, is in neither index.
+            models.Index(fields=["-started_at", "-id"], condition=~Q(outcome__in=["ok", "open"]), name="run_not_ok"),
+            models.Index(fields=["kind", "-started_at", "-id"], condition=~Q(kind="exec"), name="run_not_exec"),
         ]
 
     def __str__(self) -> str:

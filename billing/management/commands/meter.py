@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand
 from django.utils import timezone
 
 from billing import derivation
+from billing.horizon import get_horizon
 
 
 class Command(BaseCommand):
@@ -24,6 +25,7 @@ class Command(BaseCommand):
         usage, costs = derivation.derive_usage_and_costs(now=timezone.now())
         self.stdout.write(f"usage: {format_counts(usage)}")
         self.stdout.write(f"costs: {format_counts(costs)}")
+        self.stdout.write(f"horizon: usage of days before {get_horizon().date()} is final")
 
 
 def format_counts(counts: dict[str, int]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.utils import timezone
 
-from billing import costs
+from billing import costs, horizon
 from billing.models import CostRecord, Rate, UsageRecord
 from tests.conftest import NOW
 from tests.support.billing import ADA, BASIC_INSTANCE, HOUR, create_rate, create_time_usage, list_cost_records
@@ -121,7 +121,10 @@ def test_costs_prints_a_table_csv_or_json() -> None:
 
 def test_meter_again_rebuilds_usage_and_costs(grant: Any) -> None:
     create_time_usage("2026-11-02T10:00", **BASIC_INSTANCE)  # without a fact, so a rebuild removes it
-    assert run("meter").splitlines() == ["usage: nothing to do", "costs: 4 written"]
+    output = run("meter").splitlines()
+    assert output[:2] == ["usage: nothing to do", "costs: 4 written"]
+    assert output[2:] == [f"horizon: usage of days before {horizon.get_horizon().date()} is final"]
+    assert horizon.get_horizon().year > 2000
     before = list_cost_records()
     assert run("meter").splitlines()[1] == "costs: nothing to do"
     assert list_cost_records() == before

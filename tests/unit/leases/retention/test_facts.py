@@ -17,10 +17,11 @@ from billing.alive_time import get_alive_time
 from billing.models import CostRecord, Meter, Unpriced, UsageKind, UsageRecord, Watermark
 from leases import leasing, sweeps
 from leases.models import EnvironmentType, Lease
+from leases.retention.facts import LATE_PRICE_PERIOD
 from leases.retention.sweep import delete_expired
 from sandboxes.models import LlmCall, Reading, Run, Sandbox, Snapshot, Transition
 from tests.conftest import MINUTE, NOW
-from tests.support.billing import HOUR, create_rate, create_reading, list_cost_records, run_command
+from tests.support.billing import HOUR, create_llm_call, create_rate, create_reading, list_cost_records, run_command
 from tests.support.search import budget
 from tests.unit.billing.test_rollup import BEGIN, STATES, create_live_sandbox, get_state_fields, record_transition
 
@@ -153,7 +154,7 @@ def test_facts_go_after_their_lease_and_what_it_has_cost_stays(ended: tuple[Leas
     assert amounts["costs"]
     delete_facts(get_end())
     assert count_facts(ended[1]) == [0] * len(FACTS) and not Lease.objects.exists()
-    assert LlmCall.objects.get().run is None
+    assert not LlmCall.objects.exists()
     assert sum_amounts() == amounts
     derive_again(get_end())
     assert sum_amounts() == amounts
@@ -175,6 +176,68 @@ def test_unsettled_facts_are_kept(model: Any, unsettled: dict[str, Any], ended: 
     number = kept.objects.filter(sandbox=ended[1]).count()
     delete_expired(now=get_end())
     assert kept.objects.filter(sandbox=ended[1]).count() == number > 0
+
+
+def call_models(lease: Lease, usd_by_time: dict[datetime, Any]) -> list[LlmCall]:
+    """Insert two calls of a lease at each time, the second with a cost of 0."""
+    sandbox = Sandbox.objects.order_by("created_at")[0]
+    return [
+        create_llm_call(lease, sandbox=sandbox, started_at=at, deadline_at=at, ended_at=at, cost=cost, priced="")
+        for at, usd in usd_by_time.items()
+        for cost in (usd, 0)
+    ]
+
+
+def list_tokens() -> list[Any]:
+    return [
+        *UsageRecord.objects.filter(item=UsageKind.TOKENS)
+        .order_by("day", "source")
+        .values_list("source", "day", "calls", "usd")
+    ]
+
+
+def test_model_calls_go_and_what_they_have_cost_stays(ended: tuple[Lease, Sandbox]) -> None:
+    """Two at each moment, around midnight, and in an order other than that of their ids because the clock went back."""
+    midnight = NOW.replace(hour=0, minute=0, second=0, microsecond=0) + DAY
+    late, tick = midnight + 20 * DAY, timedelta(microseconds=1)
+    call_models(ended[0], {NOW: 2, midnight: 3, midnight - tick: 5, NOW - 2 * DAY: 7, late: 11})
+    create_llm_call(ended[0], holder=None, agent_did="", outcome="refused", cost=None, priced="")
+    for until, kept in ((get_end(), [late, late]), (get_end() + 30 * DAY, [])):
+        derive(until)
+        amounts, tokens = sum_amounts(), list_tokens()
+        assert sum(usd for *_, usd in tokens) == 29 and sum(number for _, _, number, _ in tokens) == 11
+        delete_facts(until)
+        assert [each.started_at for each in LlmCall.objects.all()] == kept
+        assert (sum_amounts(), list_tokens()) == (amounts, tokens)
+        derive_again(until)
+        assert (sum_amounts(), list_tokens()) == (amounts, tokens)
+
+
+def test_calls_wait_for_a_late_price_with_the_other_calls_of_their_lease(ended: tuple[Lease, Sandbox]) -> None:
+    calls = call_models(ended[0], {NOW: None})
+    create_llm_call(ended[0], holder=None, cost=None, priced="")
+    create_llm_call(ended[0], holder=None)
+    delete_facts(get_end())
+    assert LlmCall.objects.count() == 5 and not LlmCall.objects.filter(run__isnull=False).exists()
+    LlmCall.objects.filter(pk=calls[0].pk).update(cost=4, counted=False)
+    derive(get_end())
+    record = UsageRecord.objects.get(item=UsageKind.TOKENS, holder=ended[0].pk, model="gpt")
+    assert (record.calls, record.unpriced, record.usd) == (2, 0, 4)
+    delete_facts(get_end())
+    assert [each.holder for each in LlmCall.objects.all()] == [None, None]
+    delete_facts(get_end() + LATE_PRICE_PERIOD)
+    assert not LlmCall.objects.exists()
+
+
+def test_a_price_that_changes_after_other_calls_have_expired_does_not_lose_them(ended: tuple[Lease, Sandbox]) -> None:
+    calls = call_models(ended[0], {NOW: 2})
+    derive(get_end())
+    amounts = sum_amounts()
+    LlmCall.objects.filter(pk=calls[1].pk).delete()
+    LlmCall.objects.filter(pk=calls[0].pk).update(cost=3, counted=False)
+    derive(get_end())
+    assert sum_amounts() == amounts
+    assert UsageRecord.objects.get(item=UsageKind.TOKENS, model="gpt").calls == 2
 
 
 def test_an_open_lease_keeps_its_results_and_its_time_with_a_process(grant: Callable[..., Lease], memory: Any) -> None:

@@ -7,7 +7,7 @@ from sandboxes.db.concurrent_indexes import AddIndexConcurrently
 
 class Migration(migrations.Migration):
     atomic = False
-    dependencies = [("sandboxes", "0056_llmcall_run_optional")]
+    dependencies = [("sandboxes", "0057_object_uploads")]
 
     operations = [
         AddIndexConcurrently(

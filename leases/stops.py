@@ -1,7 +1,8 @@
 """Stop of all work of an agent, of an environment or of the installation.
 
 A stop is a moment, not a state: work that begins afterwards is not affected. A command that waits for its sandbox at that
-moment begins, unless it is that of a queued run or of an agent run, or its lease ends with the stop."""
+moment begins, unless it is that of a queued run or of an agent run, or its lease ends with the stop. A command whose Run is
+open is killed, also if it begins in its sandbox after the stop."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -64,6 +64,9 @@ class AttemptGuard(WrappedGuard):
 
     def note_run_opened(self, *, now: datetime) -> None:
         super().note_run_opened(now=now)
+        # A request to interrupt the run either is found here, or waits for the lock and then finds the Run.
+        if not find_attempt(self.row).select_for_update(no_key=True).filter(interrupted_at__isnull=True).exists():
+            raise QueuedRunInterrupted()
         find_issuer(self.row, now=now)  # again: the attempt may have waited for its sandbox
         queue.announce_start(self.row, now=now)
 

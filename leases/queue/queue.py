@@ -236,15 +236,6 @@ def renew(runner: str, attempts: Collection[Attempt], *, now: datetime) -> int:
     return _find_executing(runner, attempts).update(runner_deadline=now + RUNNER_TTL)
 
 
-def kill_interrupted(runner: str, attempts: Collection[Attempt]) -> None:
-    """Kill the commands of the interrupted runs among `attempts`.
-
-    A command may have begun in its sandbox after the kill of its interruption."""
-    if attempts:
-        for row in _find_executing(runner, attempts).filter(interrupted_at__isnull=False):
-            kill(row)
-
-
 def _find_executing(runner: str, attempts: Collection[Attempt]) -> QuerySet[QueuedRun]:
     executing = reduce(or_, (Q(pk=each.pk, attempt=each.number) for each in attempts))
     return QueuedRun.objects.filter(executing, runner=runner, state=STATE.STARTED)
@@ -337,7 +328,7 @@ def request_interruption(row: QueuedRun, *, now: datetime) -> bool:
 
 
 def kill(row: QueuedRun | None) -> None:
-    """Kill the command of a started run. A command that has not begun is refused by the fence of its attempt."""
+    """Kill the command of a started run. One without a Run is refused by the fence of its attempt."""
     if row is None:
         return
     if row.request["kind"] == "agent_run":

@@ -215,7 +215,8 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         checkpoint("sandbox ready", sandbox)
         run = open_run(sandbox, command, now=clock(), actor=actor, guard=request.guard)
         if run:
-            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
+            provider = registry.get_sandbox_provider(sandbox)
+            return Operation(run, sandbox, provider, RunClaim(run, clock, provider))
         known = None  # outdated: the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 

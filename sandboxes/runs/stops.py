@@ -1,11 +1,18 @@
 """Requests to stop the command of a Run."""
 
+import threading
 import uuid
 from contextlib import suppress
 
+import structlog
+from django.db import connections
+
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Run, StopReason
-from sandboxes.providers.errors import Missing
+from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import Missing, ProviderError
+
+log = structlog.get_logger(__name__)
 
 
 def request_stop(run_id: uuid.UUID, reason: StopReason) -> bool:
@@ -28,3 +35,20 @@ def stop_command(run_id: uuid.UUID, reason: StopReason) -> bool:
     with suppress(Missing):  # `reconcile` handles the missing sandbox
         registry.get_sandbox_provider(run.sandbox).kill(run.sandbox.ref, str(run_id))
     return True
+
+
+class KillThread(threading.Thread):
+    """Thread that kills the command of a Run once, in the process that waits for the command."""
+
+    def __init__(self, provider: Provider, ref: str, mark: str) -> None:
+        super().__init__(name=f"kill-run-{mark}", daemon=True)
+        self._provider, self._ref, self._mark, self.done = provider, ref, mark, False
+
+    def run(self) -> None:
+        try:
+            self._provider.kill(self._ref, self._mark)
+        except ProviderError as error:  # tried again while the command runs; a missing sandbox has no command
+            log.warning("command not killed", run=self._mark, error=str(error))
+        finally:
+            self.done = True
+            connections.close_all()

@@ -205,7 +205,7 @@ def classify(rows: Sequence[QueuedRun]) -> dict[uuid.UUID, FailedBy | None]:
     if played:
         found = Turn.objects.filter(lease__in={row.lease_id for row in played}, number__in={row.turn_number for row in played})
     found = found.select_related("run").defer("state", "answer", "run__stdout", "run__stderr")
-    turns = {(turn.lease_id, turn.number): turn for turn in found}
+    turns: dict[tuple[uuid.UUID | None, int | None], Turn] = {(turn.lease_id, turn.number): turn for turn in found}
     played_turns = {row.pk: turns.get((row.lease_id, row.turn_number)) for row in played}
     return {row.pk: failed_by.classify_queued_run(row, played_turns.get(row.pk)) for row in rows}
 

@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from leases import execution, stops, turns
+from leases import execution, one_shot, stops, turns
+from leases.agent_runs import interruption
+from leases.agent_runs.lifecycle import AgentRunGuard
+from leases.agent_runs.models import AgentRun
 from leases.failed_by import classify_turn
 from leases.models import Lease
+from leases.one_shot import OneShotRequest
 from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
@@ -103,3 +107,17 @@ def test_command_of_a_queued_run_that_begins_after_its_interruption_is_killed(
     attempts.execute(claimed, now=NOW)
     row.refresh_from_db()
     assert (kills, row.state, Run.objects.get(pk=row.run_id).stop_reason) == ([1, 2, 3], "interrupted", "interrupted")
+
+
+def test_agent_run_that_is_interrupted_before_its_run_opens_is_killed(lease: Lease, kills: list[int]) -> None:
+    row = AgentRun.objects.create(lease=lease, cli="program", started_at=NOW, recorder_deadline=NOW + MINUTE)
+    assert interruption.request_interruption(row.pk, now=NOW)
+    command = Command(["work"], MINUTE, run_id=row.pk)
+    stopped, _ = execution.exec_command(lease.pk, command, now=NOW, wrap_guard=lambda guard: AgentRunGuard(guard, row))
+    assert (kills, stopped.stop_reason) == ([0, 1, 2], StopReason.INTERRUPTED)
+
+
+def test_one_shot_run_that_begins_after_its_stop_is_killed(pool: Pool, at_checkpoint: AtCheckpoint, kills: list[int]) -> None:
+    stop_at_open(at_checkpoint)
+    result = one_shot.run_once(OneShotRequest("did:plc:ada", ["work"], MINUTE, pool=pool.name), now=NOW)
+    assert (kills, result.outcome, result.failed_by) == ([1, 2, 3], "failed", FailedBy.INTERRUPTION)

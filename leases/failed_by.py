@@ -19,7 +19,8 @@ END_REASONS: dict[str, FailedBy | None] = {  # of a lease; conditions are not li
 }
 TASK_CODES = failed_by.TASK_CODES | {
     "agent_run_not_found", "artifact_not_found", "catalog_agent_not_found", "checkout_failed", "coding_task_not_found",
-    "conflict", "environment_not_found", "event_not_found", "invalid", "invalid_pack", "invalid_signature", "length_required",
+    "conflict", "idempotency_key_reused", "not_closable",
+    "environment_not_found", "event_not_found", "invalid", "invalid_pack", "invalid_signature", "length_required",
     "no_active_lease", "queued_run_not_found", "range_not_satisfiable", "repository_not_found", "run_failed", "shell_exists",
     "shell_not_found", "terminal_not_found", "too_large", "unsupported_media_type",
     *(outcome.value for outcome in (RunOutcome.FAILED, RunOutcome.TIMED_OUT, RunOutcome.OOM)),
@@ -32,7 +33,8 @@ LIMIT_CODES = failed_by.LIMIT_CODES | {
 INTERRUPTION_CODES = frozenset({"coding_task_ended", "environment_ended", "queued_run_interrupted"})
 INFRASTRUCTURE_CODES = failed_by.INFRASTRUCTURE_CODES | {
     "agent_run_closed", "coding_task_busy", "database_unavailable", "error", "internal", "lease_error",
-    "mcp_not_installed", "repository_unavailable", "shell_decryption_failed", "stop_incomplete", "stream_server_unavailable",
+    "idempotency_in_progress", "mcp_not_installed",
+    "repository_unavailable", "shell_decryption_failed", "stop_incomplete", "stream_server_unavailable",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from sandboxes import eviction
 from sandboxes.db.clock import clock_from
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, WARMING, checkpoint
-from sandboxes.models import GONE_STATES, Run, Sandbox, TransitionReason
+from sandboxes.models import GONE_STATES, Run, Sandbox, StopReason, TransitionReason
 from sandboxes.pool import allocation
 from sandboxes.providers.errors import ProviderError
 from sandboxes.runs import abandoned
@@ -111,7 +111,11 @@ def _kill_runs(sandbox: Sandbox, *, now: datetime) -> None:
     for run in Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).select_related("sandbox"):
         try:
             abandoned.interrupt_run(
-                run, note="Killed: a budget of the lease is exhausted and its grace period is over.", now=now, actor="sweep"
+                run,
+                note="Killed: a budget of the lease is exhausted and its grace period is over.",
+                stop_reason=StopReason.BUDGET,
+                now=now,
+                actor="sweep",
             )
         except ProviderError as failed:  # the sandbox stays running and the next pass retries
             log.warning("run not killed", run=str(run.pk), error=str(failed))

@@ -12,6 +12,7 @@ from django.db.models import Model
 
 from billing import budgets
 from billing.models import Tab
+from leases import failed_by
 from leases.allow_lists import AllowLists
 from leases.environments.entry import IS_PARTICIPANT_SQL, Entry
 from leases.environments.models import Environment
@@ -372,7 +373,10 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = 
             lease_id=pk, at=now, kind="ended", actor=actor, reason=f"{reason}: {detail}" if detail else reason
         )
         budgets.close_tab(pk, now=now)
-        destruction.schedule_destroy_by_holder(pk, now=now, reason=f"lease ended: {reason}", actor=actor, discard=discard)
+        destruction.schedule_destroy_by_holder(
+            pk, now=now, reason=f"lease ended: {reason}", actor=actor, discard=discard,
+            stop_reason=failed_by.get_stop_reason(reason),
+        )  # fmt: skip
         _publish_lease_ended(pk, now)
     log.info("lease ended", lease=str(pk), reason=reason)
     return True
@@ -397,6 +401,7 @@ def _publish_lease_ended(pk: UUID, now: datetime) -> None:
         "environment_id": lease.environment_id,
         "environment_type": lease.environment_type_id,
         "end_reason": lease.end_reason,
+        "failed_by": failed_by.classify_end_reason(lease.end_reason),
         "leased_at": format_timestamp(lease.leased_at),
         "ended_at": format_timestamp(now),
         **_describe_last_stop(pk),

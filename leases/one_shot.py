@@ -17,6 +17,7 @@ from django.db import transaction
 from leases import execution, leasing, run_ids, sweeps
 from leases.allow_lists import AllowLists
 from leases.errors import InvalidRequest, LeaseEnded
+from leases.failed_by import classify_one_shot
 from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
@@ -34,6 +35,7 @@ from sandboxes.errors import (
     SandboxNotReady,
     StoreUnavailable,
 )
+from sandboxes.failed_by import FailedBy
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import FinalPersist, Run, RunOutcome, Sandbox, SandboxState
 from sandboxes.pool import allocation
@@ -121,6 +123,7 @@ class OneShotResult:
     duration: timedelta | None = None  # of the command and of copying the workspace
     note: str = ""  # reason of a failure outside the command
     workspace_returned: bool = False  # the workspace is in OneShotRequest.output
+    failed_by: FailedBy | None = None  # origin of the failure of a run that has ended
     cleaned_up: bool = False  # the lease is destroyed: the provider confirmed that the sandbox is gone
 
 
@@ -157,6 +160,7 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
     return replace(
         stored,
         outcome=stored.outcome or OneShotOutcome.INTERNAL,
+        failed_by=stored.failed_by if stored.outcome else FailedBy.INFRASTRUCTURE,
         note=note or transfer.note or stored.note,
         workspace_returned=transfer.workspace_returned,
         cleaned_up=cleaned_up,
@@ -171,6 +175,7 @@ def load_result(lease: Lease) -> OneShotResult:
         run_id=lease.pk,
         lease_id=lease.pk,
         outcome=determine_outcome(run, lease.end_reason) if has_ended else None,
+        failed_by=classify_one_shot(run, lease.end_reason) if has_ended else None,
         note=lease.end_detail,
         cleaned_up=lease.status == LeaseStatus.DESTROYED,
     )

@@ -1,7 +1,8 @@
 """Stop of all work of an agent, of an environment or of the installation.
 
 A stop is a moment, not a state: work that begins afterwards is not affected. A command that waits for its sandbox at that
-moment begins, unless it is that of a queued run or of an agent run, or its lease ends with the stop."""
+moment begins, unless it is that of a queued run or of an agent run, or its lease ends with the stop. A command whose Run is
+open is killed, also if it begins in its sandbox after the stop."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.errors import SandboxError
 from sandboxes.formatting import pluralize
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import Process, Run
+from sandboxes.models import Process, Run, StopReason
 from sandboxes.providers.errors import ProviderError
 from sandboxes.redaction.texts import omit_answers
+from sandboxes.runs import stops as run_stops
 
 log = structlog.get_logger(__name__)
 STOPPED_RUN_KINDS = ("exec", "turn")  # transfers of files end by themselves, and processes have rows of their own
@@ -159,7 +161,7 @@ def stop(scope: Scope, *, end_leases: bool = False, now: datetime, actor: str = 
         result.agent_runs += interruption.request_interruption(row.pk, now=now)
 
     def kill_command(run: Run) -> None:
-        result.commands += interruption.kill(run.pk)
+        result.commands += run_stops.stop_command(run.pk, StopReason.OPERATOR)
 
     def kill_process(process: Process) -> None:
         processes.kill_process(process, now=clock())

@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import F, Q
-from django.db.models.functions import Greatest
+from django.db.models import F, Q, Value
+from django.db.models.functions import Coalesce, Greatest, NullIf
 
 from sandboxes import quiescence, suspension
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
@@ -29,6 +29,7 @@ from sandboxes.models import (
     RunOutcome,
     Sandbox,
     SandboxState,
+    StopReason,
     Transition,
     TransitionReason,
 )
@@ -45,6 +46,9 @@ log = structlog.get_logger(__name__)
 # Counted in the row of a sandbox, and added to the row of its pool when the place is released.
 SANDBOX_COUNTER_FIELDS = ("warm_hits", "woken_local", "woken_cloud", "woken_vendor", "woken_fresh", "slept")
 
+# Of the commands that the destruction of a sandbox ends.
+STOP_REASONS = {TransitionReason.OPERATOR: StopReason.OPERATOR, TransitionReason.DISCARDED: StopReason.OPERATOR}
+
 
 def schedule_destroy(
     pk: uuid.UUID,
@@ -56,12 +60,14 @@ def schedule_destroy(
     guard: Q | None = None,
     note: str = "",
     was: SandboxState | None = None,
+    stop_reason: StopReason | None = None,
 ) -> bool:
     """Move a sandbox to `destroying`, and close its open Runs as lost. `destroy` or a sweep calls the provider later.
 
     Returns False if the sandbox was in `destroying` or `destroyed` before, if the guard does not hold, or if EDGES
     does not allow `code` from its state (another process has moved the sandbox). `note` is written to the closed Runs. Unsaved
-    state is not stored with the code `discarded`. `was` is the state if the caller has just read it."""
+    state is not stored with the code `discarded`. `stop_reason` is that of the closed Runs that have none. `was` is the state
+    if the caller has just read it."""
     discarded = {"final_persist": FinalPersist.NONE} if code == TransitionReason.DISCARDED else {}
     state = was or _read_state(pk)
     while state not in GONE_STATES:
@@ -78,6 +84,7 @@ def schedule_destroy(
                     ended_at=now,
                     outcome=RunOutcome.LOST,
                     note=(note or f"Sandbox destroyed: {reason or code.label}")[:500],
+                    stop_reason=Coalesce(NullIf("stop_reason", Value("")), Value(stop_reason or STOP_REASONS.get(code, ""))),
                 )
                 if discarded:
                     _record_discard(pk, now=now)
@@ -123,7 +130,13 @@ def _record_discard(pk: uuid.UUID, *, now: datetime) -> None:
 
 
 def schedule_destroy_by_holder(
-    holder: uuid.UUID, *, now: datetime, reason: str, actor: str = "", discard: bool = False
+    holder: uuid.UUID,
+    *,
+    now: datetime,
+    reason: str,
+    actor: str = "",
+    discard: bool = False,
+    stop_reason: StopReason | None = None,
 ) -> bool:
     """Move the holder's sandbox to `destroying`. Returns whether it had one. With `discard`, its unsaved state is not stored.
 
@@ -137,7 +150,9 @@ def schedule_destroy_by_holder(
         code = TransitionReason.DISCARDED
     elif sandbox.lost_at:
         code = TransitionReason.HOST_LOST if sandbox.host and sandbox.host.lost_at else TransitionReason.PROVIDER_LOST
-    return schedule_destroy(sandbox.pk, now=now, code=code, reason=reason, actor=actor, was=SandboxState(sandbox.state))
+    return schedule_destroy(
+        sandbox.pk, now=now, code=code, reason=reason, actor=actor, was=SandboxState(sandbox.state), stop_reason=stop_reason
+    )
 
 
 def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:

@@ -19,9 +19,10 @@ from sandboxes.errors import ProviderCallFailed, SandboxBusy, SandboxLost
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, SUSPENDED, WAITING, WARM, advance, checkpoint
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Run, Sandbox, SandboxState, TransitionReason, processes
+from sandboxes.models import Run, Sandbox, SandboxState, StopReason, TransitionReason, processes
 from sandboxes.pool import allocation
 from sandboxes.providers.errors import Missing, ProviderError
+from sandboxes.runs import stops
 from sandboxes.usage import readings
 
 log = structlog.get_logger(__name__)
@@ -62,6 +63,7 @@ def _try_restart(sandbox: Sandbox, clock: Clock, *, actor: str) -> bool:
     if sandbox.state == RUNNING:
         provider = registry.get_sandbox_provider(sandbox)
         for run in Run.objects.filter(sandbox=sandbox, ended_at__isnull=True).values_list("pk", flat=True):
+            stops.request_stop(run, StopReason.RESTART)
             provider.kill(sandbox.ref, str(run))
         return False
     if sandbox.state not in (WARM, WAITING, SUSPENDED) or suspension.is_in_transition(sandbox, now=clock()):

@@ -99,7 +99,7 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
 
     def get_page_context(self, request: HttpRequest, row: AgentRun) -> dict[str, Any]:
         result = load_result(row.pk, now=timezone.now())
-        ending = "" if result.exit_code is None else f"exit code {result.exit_code}"
+        ending = "" if result.run is None or result.run.exit_code is None else f"exit code {result.run.exit_code}"
         messages, error = load_messages(row)
         return {
             "facts": [

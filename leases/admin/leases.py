@@ -20,6 +20,7 @@ from leases.admin import budgets, spending
 from leases.admin.lease_grants import GRANT_LEASE_ACTION
 from leases.admin.spending import SET_SPEND_LIMIT_ACTION
 from leases.admin.timeline import SOURCE_LABELS, load_timeline, render_turn_status
+from leases.failed_by import classify_end_reason, classify_turn
 from leases.models import Lease, LeaseStatus, Turn
 from leases.tasks import enqueue_reclaim
 from sandboxes.admin.base.actions import AdminAction
@@ -168,6 +169,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         sandbox = sandboxes.first()
         return [
             SummaryField("State", render_badge(row.status), note=row.end_reason),
+            *([SummaryField("Failed by", origin)] if (origin := classify_end_reason(row.end_reason)) else []),
             build_agent_field(row.agent_did),
             SummaryField(
                 "Environment",
@@ -289,6 +291,7 @@ class TurnAdmin(ReadOnlyModelAdmin):
         return {
             "facts": [
                 SummaryField("Turn", row.number, note=render_turn_status(row)),
+                *([SummaryField("Failed by", origin)] if (origin := classify_turn(row)) else []),
                 SummaryField("Lease", render_admin_link("leases_lease", row.lease_id, row.lease)),
                 SummaryField("Run", render_admin_link("sandboxes_run", row.run_id, row.run_id) if row.run_id else "none"),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),

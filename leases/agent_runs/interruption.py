@@ -1,7 +1,6 @@
 """Interruption of agent runs: a request in the row, and the kill of the command."""
 
 import uuid
-from contextlib import suppress
 from datetime import datetime
 
 import structlog
@@ -9,9 +8,9 @@ from django.core.exceptions import ImproperlyConfigured
 
 from leases.agent_runs.models import AgentRun
 from sandboxes.errors import SandboxError
-from sandboxes.hosts import registry
-from sandboxes.models import GONE_STATES, Run
-from sandboxes.providers.errors import Missing, ProviderError
+from sandboxes.models import StopReason
+from sandboxes.providers.errors import ProviderError
+from sandboxes.runs import stops
 
 log = structlog.get_logger(__name__)
 
@@ -37,22 +36,10 @@ def request_interruption(pk: uuid.UUID, *, now: datetime) -> bool:
     return bool(AgentRun.objects.filter(pk=pk, ended_at__isnull=True, interrupted_at__isnull=True).update(interrupted_at=now))
 
 
-def kill_command(run_id: uuid.UUID) -> None:
-    """Kill the command of an open Run, with its descendants. A failure is logged: another process kills the command later."""
+def kill_command(run_id: uuid.UUID, reason: StopReason = StopReason.INTERRUPTED) -> None:
+    """Kill the command of an open Run, with its descendants. A failure is logged: the process that waits for the command
+    kills it within seconds."""
     try:
-        kill(run_id)
+        stops.stop_command(run_id, reason)
     except (ProviderError, SandboxError, ImproperlyConfigured) as error:
         log.warning("command not killed", run=str(run_id), error=str(error))
-
-
-def kill(run_id: uuid.UUID) -> bool:
-    """Kill the command of an open Run. The process that waits for the command closes the Run. Return False if none is open.
-
-    Raise WrongHost, ProviderError and ImproperlyConfigured."""
-    run = Run.objects.select_related("sandbox__host").filter(pk=run_id, ended_at__isnull=True).first()
-    if run is None or run.sandbox.state in GONE_STATES or run.sandbox.incarnation != run.incarnation:
-        return False
-    registry.require_local(run.sandbox)
-    with suppress(Missing):  # `reconcile` handles the missing sandbox
-        registry.get_sandbox_provider(run.sandbox).kill(run.sandbox.ref, str(run_id))
-    return True

@@ -28,8 +28,8 @@ from sandboxes.egress import gateway_tokens
 from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
-from sandboxes.models import GONE_STATES, NEVER_STARTED, Policy, Run
-from sandboxes.runs import retention
+from sandboxes.models import GONE_STATES, NEVER_STARTED, Policy, Run, StopReason
+from sandboxes.runs import retention, stops
 from sandboxes.runs.operations import Command
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
@@ -64,6 +64,9 @@ class AgentRunGuard(WrappedGuard):
         own = AgentRun.objects.filter(pk=self.row.pk, ended_at__isnull=True)
         if not own.update(recorder_deadline=self.row.recorder_deadline):
             raise AgentRunClosed()
+        # The UPDATE has locked the row: a later request to interrupt the run finds the Run.
+        if own.filter(interrupted_at__isnull=False).exists():
+            stops.request_stop(self.row.pk, StopReason.INTERRUPTED)
 
 
 def create(

@@ -21,9 +21,10 @@ from leases.agent_runs.models import SESSION_PATTERN, AgentRun, AgentRunState
 from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
 from leases.agent_runs.policy import AgentPolicy
 from leases.agent_runs.results import load_result
+from leases.failed_by import classify_agent_run
 from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import retry_connection_errors
-from sandboxes.models import Run, RunOutcome
+from sandboxes.models import Run, RunOutcome, StopReason
 from sandboxes.models.webhooks import EventType
 from sandboxes.runs import retention
 from sandboxes.storage.base import StoreError
@@ -147,7 +148,7 @@ class Recorder:
             log.warning("agent run violates its policy", agent_run=str(row.pk), violation=violation)
             row.interrupted_at, row.violation = self._clock(), _clean(violation)[:500]
             self._save("interrupted_at", "violation")
-            interruption.kill_command(row.pk)
+            interruption.kill_command(row.pk, StopReason.POLICY)
 
     def _store(self, role: str, content: dict[str, Any], sequence: int) -> None:
         """Append a message to the chat history. A message that cannot be stored is counted as lost."""
@@ -179,6 +180,7 @@ class Recorder:
         payload = {
             "run_id": str(row.pk), "lease_id": str(row.lease_id), "agent_did": row.lease.agent_did, "cli": row.cli,
             "state": row.state, "violation": row.violation, "turn_count": row.turn_count, "exit_code": run.exit_code,
+            "failed_by": classify_agent_run(row, run),
         }  # fmt: skip
         token = row.recorder_deadline
 

@@ -14,21 +14,21 @@ from sandboxes.models import LlmCall, Run
 
 
 class AgentRunResult(NamedTuple):
-    exit_code: int | None = None  # None: not ended, or not known
+    run: Run | None = None  # of the CLI, without its output; None: none was opened
     cost: Decimal = Decimal(0)  # USD, of the model calls of the lease during the run; unpriced calls count as zero
 
 
 def load_results(pks: Collection[uuid.UUID], *, now: datetime) -> dict[uuid.UUID, AgentRunResult]:
-    """Return the exit codes and costs of agent runs, by one query. The cost of an open run is that of its calls until `now`."""
+    """Return the runs and costs of agent runs, by two queries. The cost of an open run is that of its calls until `now`."""
     calls = LlmCall.objects.filter(
         holder=OuterRef("lease_id"),
         started_at__gte=OuterRef("started_at"),
         started_at__lte=Coalesce(OuterRef("ended_at"), Value(now, DateTimeField())),
     )
     cost = calls.order_by().values("holder").annotate(total=Sum("cost")).values("total")
-    exit_code = Run.objects.filter(pk=OuterRef("pk")).values("exit_code")
-    found = AgentRun.objects.filter(pk__in=pks).values_list("pk", Subquery(exit_code), Subquery(cost))
-    return {pk: AgentRunResult(code, (total or Decimal(0)).quantize(Decimal("1e-9"))) for pk, code, total in found}
+    runs = Run.objects.defer("stdout", "stderr").in_bulk(pks)
+    found = AgentRun.objects.filter(pk__in=pks).values_list("pk", Subquery(cost))
+    return {pk: AgentRunResult(runs.get(pk), (total or Decimal(0)).quantize(Decimal("1e-9"))) for pk, total in found}
 
 
 def load_result(pk: uuid.UUID, *, now: datetime) -> AgentRunResult:

@@ -26,6 +26,7 @@ from leases.api.base import schema
 from leases.api.base.fields import (
     ArgvField,
     EnvField,
+    FailedByField,
     PatternField,
     RunIdField,
     StrictBooleanField,
@@ -46,6 +47,7 @@ from leases.api.queue_fields import (
 )
 from leases.api.runs import SHELL_NAME_DESCRIPTION, SHELL_NAME_PATTERN, CwdField
 from leases.errors import InvalidRequest
+from leases.failed_by import classify_agent_run
 from leases.models import Lease
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
@@ -135,6 +137,7 @@ class AgentRunSerializer(serializers.Serializer):
     cli = serializers.CharField()
     model = serializers.CharField()
     state = serializers.ChoiceField(AgentRunState.choices)
+    failed_by = FailedByField()
     session_id = serializers.CharField(help_text="Session of the CLI. Empty until the CLI reports it.")
     resumed = serializers.BooleanField(
         allow_null=True, help_text="The requested session was resumed. Null: none was requested, or not known yet."
@@ -333,6 +336,7 @@ def _serialize(row: AgentRun, result: AgentRunResult) -> dict[str, Any]:
         "cli": row.cli,
         "model": row.model,
         "state": row.state,
+        "failed_by": classify_agent_run(row, result.run),
         "session_id": row.session_id,
         "resumed": row.resumed,
         "policy": row.policy,
@@ -348,7 +352,7 @@ def _serialize(row: AgentRun, result: AgentRunResult) -> dict[str, Any]:
         "is_error": row.is_error,
         "cost_usd": f"{result.cost:f}",
         "reported_cost_usd": None if row.reported_cost is None else f"{row.reported_cost:f}",
-        "exit_code": result.exit_code,
+        "exit_code": result.run.exit_code if result.run else None,
         "note": omit_answers(row.note),
     }
 

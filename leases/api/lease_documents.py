@@ -10,11 +10,16 @@ from django.db.models import Q, TextField
 from django.db.models.expressions import RawSQL
 
 from leases.errors import InvalidRequest
+from leases.failed_by import END_REASONS
 from leases.models import LeaseStatus
 from sandboxes.db import dialect
 from sandboxes.providers.base import Network
 
 ELAPSED_CONDITION = f"leases_lease.status = '{LeaseStatus.ACTIVE.value}' AND leases_lease.expires_at <= %s"
+
+CLASSIFY_END_REASON_SQL = "CASE leases_lease.end_reason {} END".format(
+    " ".join(f"WHEN '{reason}' THEN '{origin.value}'" for reason, origin in END_REASONS.items() if origin)
+)
 
 
 def build_lease_document(now: datetime) -> RawSQL:
@@ -68,6 +73,7 @@ def _describe_lease() -> dict[str, str]:
         "ended_at": timestamp(f"CASE WHEN {ELAPSED_CONDITION} THEN leases_lease.expires_at ELSE leases_lease.ended_at END"),
         "end_reason": f"CASE WHEN NOT ({ELAPSED_CONDITION}) THEN leases_lease.end_reason "
         "WHEN leases_lease.expires_at >= leases_lease.max_expires_at THEN 'max_ttl' ELSE 'ttl' END",
+        "failed_by": f"CASE WHEN {ELAPSED_CONDITION} THEN NULL ELSE {CLASSIFY_END_REASON_SQL} END",
         "resources": dialect.build_object(
             {
                 "requested": dialect.build_object(_describe_requested_resources()),

@@ -20,6 +20,7 @@ from leases.api.base import schema
 from leases.api.base.authentication import Caller
 from leases.api.base.fields import (
     DurationField,
+    FailedByField,
     PatternField,
     StrictIntegerField,
     StrictSerializer,
@@ -35,6 +36,7 @@ from leases.api.base.renderers import JsonRenderer
 from leases.api.base.views import ApiRequest, ApiView, HotLeaseApiView, LeaseApiView
 from leases.api.lease_documents import build_lease_document, build_status_filter, find_document_position
 from leases.api.llm_calls import LeaseCallsSerializer, serialize_lease_calls
+from leases.failed_by import classify_end_reason
 from leases.models import (
     CONDITION_DESCRIPTION,
     CONDITION_PATTERN,
@@ -210,6 +212,7 @@ class LeaseSerializer(serializers.Serializer):
     end_reason = serializers.CharField(
         help_text="Empty while active, then ttl, max_ttl, condition:<name>, released, budget, operator, lost or failed."
     )
+    failed_by = FailedByField()
     resources = LeaseResourcesSerializer(help_text="Resources of the lease's sandboxes, as requested and as they are.")
     sandbox = SandboxSerializer(allow_null=True, help_text="Current sandbox; null before the first use.")
 
@@ -484,6 +487,7 @@ def serialize_lease(lease: Lease, sandbox: Sandbox | None, *, is_new: bool = Fal
         "expiry_conditions": lease.expiry_conditions,
         "ended_at": format_optional_timestamp(lease.ended_at),
         "end_reason": lease.end_reason,
+        "failed_by": classify_end_reason(lease.end_reason),
         "resources": serialize_resources(lease, sandbox),
         "sandbox": serialize_sandbox(sandbox) if sandbox else None,
     }

@@ -18,6 +18,7 @@ from leases import leasing, one_shot
 from leases.api.base import schema
 from leases.api.base.fields import (
     AnyStringField,
+    FailedByField,
     PatternField,
     RunIdField,
     StrictBooleanField,
@@ -110,6 +111,7 @@ class OneShotRunSerializer(serializers.Serializer):
         help_text="ok: exit code 0; failed: other exit code; timeout, oom_killed: killed; container_failed: the sandbox "
         "did not start, did not respond or was lost; internal: error in the control plane. Null while running.",
     )  # fmt: skip
+    failed_by = FailedByField()
     exit_code = serializers.IntegerField(allow_null=True, help_text="128 + n after signal n; null: unknown.")
     stdout = serializers.CharField(help_text="Output; in a GET only its stored beginning.")
     stderr = serializers.CharField()
@@ -286,6 +288,7 @@ def serialize_one_shot_run(result: OneShotResult, encoding: str) -> dict[str, An
         "run_id": str(result.run_id),
         "lease_id": str(result.lease_id),
         "outcome": result.outcome,
+        "failed_by": result.failed_by,
         "exit_code": result.exit_code,
         "stdout": encode_output(result.stdout, encoding),
         "stderr": encode_output(result.stderr, encoding),

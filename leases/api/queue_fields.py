@@ -1,16 +1,17 @@
 """Fields and documents of queued runs, for the views that add them to the queue."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rest_framework import serializers
 
-from leases.api.base.fields import StrictBooleanField, StrictIntegerField, StrictSerializer, encode_output
+from leases.api.base.fields import FailedByField, StrictBooleanField, StrictIntegerField, StrictSerializer, encode_output
 from leases.errors import InvalidRequest
 from leases.queue.models import QueuedRun, QueuedRunState
-from leases.queue.queue import QueueOptions, build_turn_result, omit_error_answers
+from leases.queue.queue import QueueOptions, build_turn_result, classify, omit_error_answers
 from sandboxes.db.clock import format_optional_timestamp
+from sandboxes.failed_by import FailedBy
 from sandboxes.models import Run
 
 MAX_PENDING_SECONDS = 7 * 24 * 3600
@@ -56,6 +57,7 @@ class QueuedRunSerializer(serializers.Serializer):
     ended_at = serializers.DateTimeField(allow_null=True)
     interrupted_at = serializers.DateTimeField(allow_null=True)
     exit_code = serializers.IntegerField(allow_null=True)
+    failed_by = FailedByField()
     error = serializers.DictField(
         allow_null=True, help_text="code, operation, provider, cause, message, retryable: of the last attempt that failed."
     )
@@ -96,6 +98,15 @@ def require_queued(data: Mapping[str, Any], *names: str) -> None:
 
 
 def serialize_queued_run(row: QueuedRun) -> dict[str, Any]:
+    return serialize_queued_runs([row])[0]
+
+
+def serialize_queued_runs(rows: Sequence[QueuedRun]) -> list[dict[str, Any]]:
+    origins = classify(rows)
+    return [_serialize(row, origins[row.pk]) for row in rows]
+
+
+def _serialize(row: QueuedRun, failed_by: FailedBy | None) -> dict[str, Any]:
     return {
         "queued_run_id": str(row.pk),
         "state": row.state,
@@ -108,6 +119,7 @@ def serialize_queued_run(row: QueuedRun) -> dict[str, Any]:
         "max_attempts": row.max_attempts,
         "run_id": str(row.run_id) if row.attempt else None,
         "exit_code": row.exit_code,
+        "failed_by": failed_by,
         "error": omit_error_answers(row.error),
     } | {name: format_optional_timestamp(getattr(row, name)) for name in TIMESTAMPS}
 

@@ -22,6 +22,7 @@ from leases.api.queue_fields import (
     QueuedRunSerializer,
     serialize_queued_run,
     serialize_queued_run_output,
+    serialize_queued_runs,
 )
 from leases.errors import InvalidRequest, QueuedRunNotFound
 from leases.queue import queue, running, statistics
@@ -94,7 +95,7 @@ class QueuedRunListView(QueueView):
             except ValueError:
                 raise InvalidRequest("lease_id", "Not a UUID.") from None
         page, next_url = paginate(rows, "queued_at", request)
-        return Response({"results": [serialize_queued_run(row) for row in page], "next": next_url})
+        return Response({"results": serialize_queued_runs(page), "next": next_url})
 
 
 class QueuedRunView(QueueView):

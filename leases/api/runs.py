@@ -16,6 +16,7 @@ from leases.api.base.fields import (
     AnyStringField,
     ArgvField,
     EnvField,
+    FailedByField,
     PatternField,
     RunIdField,
     StrictCharField,
@@ -35,7 +36,8 @@ from sandboxes.claims import KILL_GRACE
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import ProviderCallFailed, SandboxLost
-from sandboxes.models import RUN_KINDS, Run, RunOutcome
+from sandboxes.failed_by import classify_run
+from sandboxes.models import RUN_KINDS, Run, RunOutcome, StopReason
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.redaction.texts import omit_answers
@@ -93,6 +95,7 @@ class ExecSerializer(LeaseProgramSerializer):
 class ExecResultSerializer(serializers.Serializer):
     run_id = serializers.UUIDField()
     exit_code = serializers.IntegerField(help_text="128 + n after signal n.")
+    failed_by = FailedByField()
     stdout = serializers.CharField()
     stderr = serializers.CharField()
     timed_out = serializers.BooleanField()
@@ -114,6 +117,11 @@ class RunSerializer(serializers.Serializer):
     started_at = serializers.DateTimeField()
     ended_at = serializers.DateTimeField(allow_null=True)
     outcome = serializers.ChoiceField(RunOutcome.choices)
+    failed_by = FailedByField()
+    stop_reason = serializers.ChoiceField(
+        StopReason.choices, allow_null=True, help_text="Reason for which the command was stopped; null: it was not."
+    )
+    error_code = serializers.CharField(help_text="Code of the error that ended a run without an exit code. Else empty.")
     exit_code = serializers.IntegerField(allow_null=True)
     timed_out = serializers.BooleanField()
     oom = serializers.BooleanField()
@@ -206,6 +214,7 @@ def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[s
     return {
         "run_id": str(run.pk),
         "exit_code": result.exit_code,
+        "failed_by": classify_run(run),
         "stdout": encode_output(result.stdout, encoding),
         "stderr": encode_output(result.stderr, encoding),
         "timed_out": result.timed_out,
@@ -241,6 +250,9 @@ def serialize_run(run: Run) -> dict[str, Any]:
         "started_at": format_timestamp(run.started_at),
         "ended_at": format_optional_timestamp(run.ended_at),
         "outcome": run.outcome,
+        "failed_by": classify_run(run),
+        "stop_reason": run.stop_reason or None,
+        "error_code": run.error_code,
         "exit_code": run.exit_code,
         "timed_out": run.timed_out,
         "oom": run.oom,

@@ -22,6 +22,7 @@ from leases.api.runs import EXEC_SERIALIZER, ExecSerializer, ExecView
 from leases.errors import InvalidRequest, RunFailed
 from leases.grants.issuers import Right
 from leases.grants.stream_watch import STREAM_WATCH
+from sandboxes.failed_by import classify_run
 from sandboxes.models import Run
 from sandboxes.providers import get_provider
 from sandboxes.redaction.texts import omit_answers
@@ -41,9 +42,9 @@ LAST_EVENT_PARAMETER = OpenApiParameter(
 )
 DESCRIPTION = """Events: `start` (run_id, encoding, live), `stdout` and `stderr` (data, offset), `gap` (stream, lost_bytes: \
 output that is not available any more), and at the end `exit` (run_id, exit_code, timed_out, oom, truncated, duration_seconds, \
-outcome, note) once the result is recorded, or `error` (a problem document). A stream that ends without `exit` or `error` was \
-interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Event-ID`. A stream is also interrupted when its \
-API key is revoked, expires, or loses the scope or the agent."""
+outcome, failed_by, note) once the result is recorded, or `error` (a problem document). A stream that ends without `exit` or \
+`error` was interrupted: continue it with GET /leases/{id}/runs/{run_id}/stream and `Last-Event-ID`. A stream is also \
+interrupted when its API key is revoked, expires, or loses the scope or the agent."""
 
 
 class EventStreamResponse(StreamingHttpResponse):
@@ -132,7 +133,7 @@ class RunEvents(StreamEvents):
         raise AssertionError(item)
 
     def _build_problem(self, run: Run) -> dict[str, Any]:
-        failed = RunFailed(run.note, run_id=str(run.pk), outcome=run.outcome)
+        failed = RunFailed(run.note, run_id=str(run.pk), outcome=run.outcome, failed_by=classify_run(run))
         problem: dict[str, Any] = json.loads(self._view.handle_exception(failed).content)
         return problem
 
@@ -151,6 +152,7 @@ def serialize_exit(run: Run) -> dict[str, Any]:
         "truncated": run.truncated,
         "duration_seconds": run.duration.total_seconds() if run.duration is not None else None,
         "outcome": run.outcome,
+        "failed_by": classify_run(run),
         "note": omit_answers(run.note),
     }
 

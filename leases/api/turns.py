@@ -5,6 +5,7 @@ from typing import Any
 from uuid import UUID
 
 from django.conf import settings
+from django.db.models import QuerySet
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
@@ -12,10 +13,11 @@ from rest_framework.response import Response
 
 from leases import turns
 from leases.api.base import schema
-from leases.api.base.fields import JsonObjectField, StrictIntegerField, StrictSerializer
+from leases.api.base.fields import FailedByField, JsonObjectField, StrictIntegerField, StrictSerializer
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.views import ApiRequest, LeaseApiView
+from leases.failed_by import classify_turn
 from leases.models import EnvironmentType, Turn
 from sandboxes.claims import KILL_GRACE
 
@@ -32,6 +34,7 @@ class TurnSerializer(serializers.Serializer):
     turn_number = serializers.IntegerField(max_value=MAX_TURN_NUMBER)
     action = JsonObjectField(help_text='Output of the turn command; {"action": "skip_turn", "reason": …} if the turn failed.')
     skipped = serializers.BooleanField()
+    failed_by = FailedByField()
     run_id = serializers.UUIDField(allow_null=True)
     duration_seconds = serializers.FloatField(allow_null=True, help_text="Null while the turn is in progress.")
 
@@ -50,7 +53,7 @@ class TurnListView(LeaseApiView):
     )
     def get(self, request: ApiRequest, pk: UUID) -> HttpResponse:
         """Return the turns of a lease, newest first."""
-        page, next_url = paginate(Turn.objects.filter(lease=self.lease), "started_at", request)
+        page, next_url = paginate(list_turns(self.lease.pk), "started_at", request)
         return Response({"results": [serialize_turn(turn) for turn in page], "next": next_url})
 
     @extend_schema(
@@ -77,11 +80,17 @@ class TurnListView(LeaseApiView):
         return self.execute_once(act, max_duration=max_duration)
 
 
+def list_turns(lease: UUID) -> QuerySet[Turn]:
+    """Select the turns of a lease with their runs, without the output of these."""
+    return Turn.objects.filter(lease=lease).select_related("run").defer("state", "run__stdout", "run__stderr")
+
+
 def serialize_turn(turn: Turn) -> dict[str, Any]:
     return {
         "turn_number": turn.number,
         "action": turn.action,
         "skipped": turn.skipped,
+        "failed_by": classify_turn(turn),
         "run_id": str(turn.run_id) if turn.run_id else None,
         "duration_seconds": (turn.ended_at - turn.started_at).total_seconds() if turn.ended_at else None,
     }

@@ -20,6 +20,7 @@ from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.policy import AgentPolicy
 from leases.allow_lists import AllowLists
 from leases.errors import LeaseEnded, NotAllowed, QueuedRunInterrupted
+from leases.failed_by import classify_lease_end
 from leases.grants import issuers
 from leases.grants.issuers import Issuer, Right
 from leases.models import AgentKey, Lease, LeaseStatus, Turn
@@ -31,6 +32,7 @@ from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.db.sql import Statement
 from sandboxes.errors import SandboxError
+from sandboxes.failed_by import classify_run
 from sandboxes.failures import find_cause, find_provider
 from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.lifecycle import checkpoint
@@ -62,6 +64,9 @@ class AttemptGuard(WrappedGuard):
 
     def note_run_opened(self, *, now: datetime) -> None:
         super().note_run_opened(now=now)
+        # A request to interrupt the run either is found here, or waits for the lock and then finds the Run.
+        if not find_attempt(self.row).select_for_update(no_key=True).filter(interrupted_at__isnull=True).exists():
+            raise QueuedRunInterrupted()
         find_issuer(self.row, now=now)  # again: the attempt may have waited for its sandbox
         queue.announce_start(self.row, now=now)
 
@@ -168,13 +173,16 @@ def settle(row: QueuedRun, run: Run, *, now: datetime) -> None:
         error = (
             None
             if is_ok
-            else queue.build_error("exec", message or f"Exit code {run.exit_code}.", retryable=False, code=run.outcome)
+            else queue.build_error(
+                "exec", message or f"Exit code {run.exit_code}.", retryable=False, code=run.outcome, origin=classify_run(run)
+            )
         )
         queue.finish(row, STATE.COMPLETED if is_ok else STATE.FAILED, exit_code=run.exit_code, error=error, now=now)
     elif run.outcome == RunOutcome.FAILED:
-        _retry_unstarted(row, run.note, now=now)
+        error = queue.build_error("start", run.note, retryable=True, code=run.error_code or "error", origin=classify_run(run))
+        _retry_unstarted(row, run.note, now=now, error=error)
     else:
-        _retry_or_fail(row, run.note or LOST_RUNNER_NOTE, now=now)
+        _retry_or_fail(row, run, now=now)
 
 
 def _settle_turn(row: QueuedRun, *, now: datetime) -> None:
@@ -232,6 +240,7 @@ def _describe(failed: Exception, *, retryable: bool) -> dict[str, Any]:
         code=code,
         provider=find_provider(failed),
         cause=find_cause(failed),
+        origin=classify_lease_end(failed.extra["end_reason"]) if isinstance(failed, LeaseEnded) else None,
     )
 
 
@@ -242,10 +251,11 @@ def _retry_unstarted(row: QueuedRun, message: str, *, now: datetime, error: dict
         queue.finish(row, STATE.FAILED, error=error, now=now)
 
 
-def _retry_or_fail(row: QueuedRun, message: str, *, now: datetime) -> None:
+def _retry_or_fail(row: QueuedRun, run: Run, *, now: datetime) -> None:
     """Repeat a command that may have been executed only if the client has declared that it may be repeated."""
     is_repeated = row.repeatable and queue.count_executions(row) < row.max_attempts
-    error = queue.build_error("exec", message, retryable=is_repeated, code="outcome_unknown")
+    message, origin = run.note or LOST_RUNNER_NOTE, classify_run(run)
+    error = queue.build_error("exec", message, retryable=is_repeated, code="outcome_unknown", origin=origin)
     delay = compute_backoff(row.attempt)
     # The pending timeout does not run during an attempt and the backoff after it.
     expires_at = row.expires_at + delay + (now - (row.started_at or now))

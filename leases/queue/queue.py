@@ -6,7 +6,7 @@ an environment start one after another, in the order of their numbers."""
 
 import base64
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import reduce
@@ -18,6 +18,7 @@ from django.conf import settings
 from django.db import DataError, IntegrityError, transaction
 from django.db.models import Exists, Min, OuterRef, Q, QuerySet
 
+from leases import failed_by
 from leases.agent_runs import interruption
 from leases.errors import QueuedRunNotFound, TooManyQueuedRuns
 from leases.models import Lease, Turn
@@ -25,6 +26,7 @@ from leases.queue import running, sealing
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState, derive_run_id
 from sandboxes.db import sql, tracing
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
+from sandboxes.failed_by import FailedBy
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import GONE_STATES, NEVER_STARTED, Pool, Run, Sandbox, SandboxState
@@ -196,6 +198,18 @@ def build_turn_result(row: QueuedRun) -> dict[str, Any]:
     }
 
 
+def classify(rows: Sequence[QueuedRun]) -> dict[uuid.UUID, FailedBy | None]:
+    """Return the origins of the failures of queued runs, those of skipped turns included, by at most one query."""
+    played = [row for row in rows if row.turn_number is not None and row.state == STATE.COMPLETED]
+    found = Turn.objects.none()
+    if played:
+        found = Turn.objects.filter(lease__in={row.lease_id for row in played}, number__in={row.turn_number for row in played})
+    found = found.select_related("run").defer("state", "answer", "run__stdout", "run__stderr")
+    turns: dict[tuple[uuid.UUID | None, int | None], Turn] = {(turn.lease_id, turn.number): turn for turn in found}
+    played_turns = {row.pk: turns.get((row.lease_id, row.turn_number)) for row in played}
+    return {row.pk: failed_by.classify_queued_run(row, played_turns.get(row.pk)) for row in rows}
+
+
 def _find_next_agent(ready: QuerySet[QueuedRun]) -> str | None:
     """Return the agent with the fewest runs in progress, and of several the one that was served longest ago.
 
@@ -220,15 +234,6 @@ def renew(runner: str, attempts: Collection[Attempt], *, now: datetime) -> int:
     if not attempts:
         return 0
     return _find_executing(runner, attempts).update(runner_deadline=now + RUNNER_TTL)
-
-
-def kill_interrupted(runner: str, attempts: Collection[Attempt]) -> None:
-    """Kill the commands of the interrupted runs among `attempts`.
-
-    A command may have begun in its sandbox after the kill of its interruption."""
-    if attempts:
-        for row in _find_executing(runner, attempts).filter(interrupted_at__isnull=False):
-            kill(row)
 
 
 def _find_executing(runner: str, attempts: Collection[Attempt]) -> QuerySet[QueuedRun]:
@@ -274,6 +279,7 @@ def _publish(kind: EventType, row: QueuedRun, *, now: datetime) -> None:
         "run_id": str(row.run_id) if row.attempt else None,
         "exit_code": row.exit_code,
         "error": omit_error_answers(row.error),
+        "failed_by": classify([row])[row.pk],
     } | (build_turn_result(row) if row.turn_number is not None else {})
     key = str(row.pk) if kind == EventType.QUEUED_RUN_ENDED else f"{row.pk} {row.attempt}"
     outbox.enqueue_event(kind, key=key, payload=payload, now=now)
@@ -322,7 +328,7 @@ def request_interruption(row: QueuedRun, *, now: datetime) -> bool:
 
 
 def kill(row: QueuedRun | None) -> None:
-    """Kill the command of a started run. A command that has not begun is refused by the fence of its attempt."""
+    """Kill the command of a started run. One without a Run is refused by the fence of its attempt."""
     if row is None:
         return
     if row.request["kind"] == "agent_run":
@@ -381,9 +387,18 @@ def find_old_agents(*, now: datetime) -> QuerySet[QueueAgent]:
 
 
 def build_error(
-    operation: str, message: str, *, retryable: bool, provider: str = "", code: str = "error", cause: str = ""
+    operation: str,
+    message: str,
+    *,
+    retryable: bool,
+    provider: str = "",
+    code: str = "error",
+    cause: str = "",
+    origin: FailedBy | None = None,
 ) -> dict[str, Any]:
-    """Return the error of an attempt. `provider` and `cause` are those of a problem document."""
+    """Return the error of an attempt. `provider` and `cause` are those of a problem document.
+
+    `origin` is the origin of the failure; None: that of the code."""
     return {
         "code": code,
         "operation": operation,
@@ -391,12 +406,16 @@ def build_error(
         "cause": cause,
         "message": message[:500],
         "retryable": retryable,
+        "failed_by": origin or failed_by.classify_code(code),
     }
 
 
 def omit_error_answers(error: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the error of an attempt as agents get it, without text of services outside."""
-    return error and {**error, "message": omit_answers(error["message"])}
+    """Return the error of an attempt as agents get it, without text of services outside.
+
+    The origin of the failure is a field of the run, not of its error."""
+    shown = {name: value for name, value in (error or {}).items() if name != "failed_by"}
+    return (shown and {**shown, "message": omit_answers(shown["message"])}) or None
 
 
 def filter_agents(rows: QuerySet[QueuedRun], agents: list[str] | None) -> QuerySet[QueuedRun]:

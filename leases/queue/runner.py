@@ -83,7 +83,6 @@ class Runner:
         While the installation is not recognised, only the claims of the attempts in progress are renewed."""
         now, executing = self._now(), self._list_executing()
         queue.renew(self.name, executing, now=now)
-        queue.kill_interrupted(self.name, executing)
         if self._is_refused():
             return 0
         attempts.recover(runner=self.name, now=now)

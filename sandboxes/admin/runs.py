@@ -28,6 +28,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_holder_field
+from sandboxes.failed_by import classify_run
 from sandboxes.formatting import pluralize
 from sandboxes.models import Run, RunOutcome
 from sandboxes.pool_stats import STALLED_AFTER
@@ -48,7 +49,7 @@ def render_run_outcome(run: Run) -> SafeString:
 @admin.register(Run)
 class RunAdmin(ReadOnlyModelAdmin):
     list_display = ["line", "result", "kind_label", "duration", "started", "agent_label"]
-    list_filter = ["outcome", "kind"]
+    list_filter = ["outcome", "kind", "stop_reason"]
     list_select_related = ["sandbox"]
     list_defer = ["stdout", "stderr"]
     search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
@@ -110,6 +111,11 @@ class RunAdmin(ReadOnlyModelAdmin):
                     note=row.kind if row.kind == turn else turn,
                 ),
                 SummaryField("Started", render_time_ago(row.started_at), note=render_timestamp(row.started_at)),
+                *(
+                    [SummaryField("Failed by", origin, note=row.get_stop_reason_display())]
+                    if (origin := classify_run(row))
+                    else []
+                ),
                 SummaryField("Deadline", render_timestamp(row.deadline_at)),
                 build_sandbox_field(row),
                 *([build_holder_field(row.holder)] if row.holder else []),

@@ -14,7 +14,7 @@ from sandboxes.models.policies import Policy
 from sandboxes.models.pools import Pool, Quota
 from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
 from sandboxes.models.readings import Reading
-from sandboxes.models.runs import NEVER_STARTED, RUN_KINDS, Run, RunOutcome
+from sandboxes.models.runs import NEVER_STARTED, RUN_KINDS, Run, RunOutcome, StopReason
 from sandboxes.models.sandboxes import (
     ALIVE_STATES,
     AWAKE_STATES,
@@ -77,6 +77,7 @@ __all__ = [
     "SigningKey",
     "SkipReason",
     "Snapshot",
+    "StopReason",
     "Sweep",
     "TemplateFailure",
     "TemplateState",

@@ -21,6 +21,20 @@ class RunOutcome(models.TextChoices):
     ERROR = "error", "provider error"  # the command may not have started
 
 
+class StopReason(models.TextChoices):
+    """Reason for which the control plane stopped, or was asked to stop, a command."""
+
+    INTERRUPTED = "interrupted", "interrupted"  # a request to interrupt a queued run or an agent run
+    OPERATOR = "operator", "operator"  # a stop of all work, the end of a lease or the destruction of a sandbox
+    RESTART = "restart", "restart of the sandbox"
+    RELEASED = "released", "lease released"
+    CONDITION = "condition", "end of the environment"
+    TTL = "ttl", "TTL of the lease"
+    MAX_TTL = "max_ttl", "max TTL of the lease"
+    BUDGET = "budget", "budget"
+    POLICY = "policy", "policy of the agent run"
+
+
 # A command that failed without an exit code was rejected before it began: it was not executed.
 NEVER_STARTED = Q(outcome=RunOutcome.FAILED, exit_code=None)
 RUN_KINDS = ("exec", "turn", "file", "process")
@@ -63,6 +77,14 @@ class Run(models.Model):
     stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received; only the first are stored.")
     stderr_bytes = models.PositiveBigIntegerField(default=0)
     note = models.CharField(max_length=500, blank=True, help_text="Cause, if the exit code does not show it.")
+    stop_reason = models.CharField(
+        max_length=16, choices=StopReason.choices, blank=True, db_default="", default="", editable=False,
+        help_text="Reason of a request to stop the command. The process that waits for the command kills it.",
+    )  # fmt: skip
+    error_code = models.CharField(
+        max_length=64, blank=True, db_default="", default="", editable=False,
+        help_text="Code of the error that ended the run, if its command has no exit code.",
+    )  # fmt: skip
     metered = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
     is_first = False  # of the sandbox since its start; set by `open_run`, not stored
 

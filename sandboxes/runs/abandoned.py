@@ -8,9 +8,10 @@ from django.db.models import F, Q, QuerySet
 
 from sandboxes import suspension
 from sandboxes.hosts import registry
-from sandboxes.models import GONE_STATES, Run, RunOutcome
+from sandboxes.models import GONE_STATES, Run, RunOutcome, StopReason
 from sandboxes.providers.command_results import ExecState
 from sandboxes.providers.errors import Missing
+from sandboxes.runs import stops
 from sandboxes.runs.operations import classify_outcome, close_run
 
 MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(hours=1)  # between two tries to close a Run past its deadline
@@ -68,10 +69,12 @@ def _find_command(run: Run) -> ExecState | None:
         return None
 
 
-def interrupt_run(run: Run, *, note: str, now: datetime, actor: str = "") -> bool:
+def interrupt_run(run: Run, *, note: str, now: datetime, stop_reason: StopReason | None = None, actor: str = "") -> bool:
     """Kill the command of an open Run, and close the Run as lost with `note`.
 
     Returns False if the Run was closed before. Raises ProviderError if the kill failed; the Run then stays open."""
+    if stop_reason:
+        stops.request_stop(run.pk, stop_reason)
     sandbox = run.sandbox
     if sandbox.state not in GONE_STATES and sandbox.incarnation == run.incarnation:
         provider = registry.get_sandbox_provider(sandbox)

@@ -215,7 +215,8 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         checkpoint("sandbox ready", sandbox)
         run = open_run(sandbox, command, now=clock(), actor=actor, guard=request.guard)
         if run:
-            return Operation(run, sandbox, registry.get_sandbox_provider(sandbox), RunClaim(run, clock))
+            provider = registry.get_sandbox_provider(sandbox)
+            return Operation(run, sandbox, provider, RunClaim(run, clock, provider))
         known = None  # outdated: the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 
@@ -246,21 +247,22 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     if isinstance(failed, Missing):
         note = f"The provider has no such sandbox: {failed}"
         if not opened.entered:
-            close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=note, actor=actor)
+            close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=note, code=failed.code, actor=actor)
             recorded = eviction.record_missing(opened.sandbox, str(failed), now=now, actor=actor, unstarted_run=opened.run.pk)
             if recorded == "lost":
                 return SandboxLost()
             return SandboxNotReady("The sandbox is gone, and nothing unsaved was in it. The next use starts it again.")
         note = f"Sandbox lost during the run: {failed}"
         opened.claim.store_output()
-        close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, actor=actor)
+        close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, code=failed.code, actor=actor)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
         if not eviction.is_lost(opened.sandbox):  # it was given up with this run, stored and stopped: nothing is lost
             return OutcomeUnknown(run_id=str(opened.run.pk))
         return SandboxLost(note)
+    code = getattr(failed, "code", "internal")
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
-        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), actor=actor)
+        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), code=code, actor=actor)
         return failed
     note = f"{type(failed).__name__}: {failed}"
     opened.claim.store_output()
@@ -270,7 +272,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         outcome = RunOutcome.ERROR if opened.entered else RunOutcome.FAILED
         if opened.result:
             outcome = classify_outcome(opened.result)
-        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=note, actor=actor)
+        close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=note, code=code, actor=actor)
     return failures.translate_error(failed)
 
 
@@ -349,6 +351,7 @@ def close_run(
     outcome: RunOutcome,
     result: ExecResult | None = None,
     note: str = "",
+    code: str = "",
     renewal: HolderRenewal | None = None,
     resumed: bool = False,
     actor: str = "",
@@ -356,6 +359,7 @@ def close_run(
     """Close an open Run and subtract it from its sandbox's count. Returns False if the Run was closed before.
 
     With `resumed`, the Run has resumed its sandbox (`suspension.thaw_for_run`), and that is recorded as well.
+    `code` is that of the error that ended the Run; it is stored if the command has no result.
     Also executes `renewal`, in the same transaction. In both cases `run` has the stored values afterwards. Each output stream
     is stored up to RUN_OUTPUT_KEPT bytes."""
     max_bytes = settings.RUN_OUTPUT_KEPT
@@ -371,6 +375,8 @@ def close_run(
             "stdout_bytes": len(result.stdout),
             "stderr_bytes": len(result.stderr),
         }
+    elif code:
+        values["error_code"] = code[:64]
     changes = ", ".join(f"{name} = %s" for name in values)
     text = f"UPDATE sandboxes_run SET {changes} WHERE id = %s AND ended_at IS NULL"  # noqa: S608 - names of columns
     close = sql.Statement(text, (*values.values(), run.pk))
@@ -383,6 +389,8 @@ def close_run(
     if finished.closed:
         for name, value in values.items():
             setattr(run, name, value)
+        if outcome != RunOutcome.OK:
+            run.refresh_from_db(fields=["stop_reason"])  # another process writes it
         _trace(run)
     else:
         run.refresh_from_db()

@@ -20,6 +20,7 @@ from leases.queue.models import MAX_RUN_ATTEMPT, QueuedRun
 from leases.queue.queue import Attempt, QueueOptions
 from leases.queue.runner import Runner
 from leases.retention.sweep import delete_expired
+from sandboxes.db.sql import ALWAYS
 from sandboxes.models import Event, Host, Pool, Run, Sandbox
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -720,21 +721,20 @@ def test_command_of_an_interrupted_run_is_killed(lease: Lease, pool: Pool, memor
     assert interrupt(row) == 0
 
 
-def test_command_that_begins_after_the_kill_of_its_interruption_is_killed_by_its_runner(
-    lease: Lease, pool: Pool, memory: MemoryProvider
+def test_run_that_is_interrupted_while_its_run_opens_executes_nothing(
+    lease: Lease,
+    pool: Pool,
+    memory: MemoryProvider,
+    at_checkpoint: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row, kills = enqueue(pool, lease), list[int]()
-
-    def look_again(_: str) -> None:
-        for runner in (reload(row).runner, "another", reload(row).runner):
-            queue.kill_interrupted(runner, [Attempt(row.pk, 1)])
-            kills.append(sum(method == "kill" for method, _ in memory.calls))
-            if reload(row).interrupted_at is None:
-                interrupt(row)
-
-    memory.before("exec", look_again)
+    row = enqueue(pool, lease)
+    # The condition is evaluated before the interruption: the check under the lock of the row has to find it.
+    monkeypatch.setattr(attempts.AttemptGuard, "build_condition", lambda guard: ALWAYS)
+    at_checkpoint("sandbox ready", lambda: QueuedRun.objects.filter(pk=row.pk).update(interrupted_at=NOW))
     work()
-    assert kills == [0, 1, 2] and reload(row).state == "interrupted"
+    assert (reload(row).state, count_executions(memory)) == ("interrupted", 0)
+    assert not Run.objects.filter(pk=reload(row).run_id).exists()
 
 
 def test_run_that_was_interrupted_when_its_runner_died_is_not_repeated(

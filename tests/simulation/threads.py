@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from leases.agent_runs import lifecycle, recorder
 from leases.api import command_threads
-from sandboxes.runs import retention
+from sandboxes.runs import retention, stops
 from sandboxes.streams import rows
 from sandboxes.streams.registry import StreamSlot
 
@@ -69,7 +69,7 @@ def list_patches(world: "World") -> list[tuple[Any, str, Any]]:
         while not thread.actor.done:
             scheduler.sleep(JOIN_INTERVAL_SECONDS)
 
-    kinds: list[type[threading.Thread]] = [command_threads.CommandThread, lifecycle.RecordingThread]
+    kinds: list[type[threading.Thread]] = [command_threads.CommandThread, lifecycle.RecordingThread, stops.KillThread]
     is_started = property(lambda thread: 1 if hasattr(thread, "actor") else None)
     patches: list[tuple[Any, str, Any]] = []
     for kind in kinds:

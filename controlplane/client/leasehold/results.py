@@ -23,6 +23,7 @@ class RunResult:
     truncated: bool  # output above the limit of the server was dropped
     duration: timedelta
     note: str  # a warning, such as a workspace above its limit, or empty
+    failed_by: schemas.FailedByEnum | None  # origin of the failure; None: the command has not failed
 
     @property
     def ok(self) -> bool:
@@ -88,6 +89,7 @@ def parse_exit(data: Mapping[str, Any]) -> RunResult:
     return RunResult(*_parse_end(data))
 
 
-def _parse_end(data: Mapping[str, Any]) -> tuple[str, int, bool, bool, bool, timedelta, str]:
+def _parse_end(data: Mapping[str, Any]) -> tuple[str, int, bool, bool, bool, timedelta, str, schemas.FailedByEnum | None]:
     duration = timedelta(seconds=data["duration_seconds"] or 0)
-    return data["run_id"], data["exit_code"], data["timed_out"], data["oom"], data["truncated"], duration, data["note"]
+    flags = data["timed_out"], data["oom"], data["truncated"]
+    return data["run_id"], data["exit_code"], *flags, duration, data["note"], data["failed_by"]

@@ -6,6 +6,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 AgentRunStateEnum = Literal["running", "completed", "failed", "interrupted"]
 CliEnum = Literal["claude-code", "codex", "program"]
+FailedByEnum = Literal["task", "infrastructure", "limit", "interruption"]
 FileEntryKindEnum = Literal["file", "directory", "link", "other"]
 LeaseStatusEnum = Literal["active", "expired", "destroyed"]
 NetworkEnum = Literal["sealed", "gateway", "open"]
@@ -30,6 +31,7 @@ class AgentRun(TypedDict):
     cli: str
     model: str
     state: AgentRunStateEnum
+    failed_by: FailedByEnum | None
     session_id: str
     resumed: bool | None
     policy: dict[str, Any]
@@ -71,6 +73,7 @@ class ExecRequest(TypedDict):
 class ExecResult(TypedDict):
     run_id: str
     exit_code: int
+    failed_by: FailedByEnum | None
     stdout: str
     stderr: str
     timed_out: bool
@@ -133,6 +136,7 @@ class Lease(TypedDict):
     expiry_conditions: list[str]
     ended_at: str | None
     end_reason: str
+    failed_by: FailedByEnum | None
     resources: LeaseResources
     sandbox: Sandbox | None
 
@@ -217,6 +221,7 @@ class Problem(TypedDict):
     sandbox_detail: NotRequired[str]
     run_id: NotRequired[str]
     outcome: NotRequired[str]
+    failed_by: NotRequired[FailedByEnum]
     exit_code: NotRequired[int]
     limit: NotRequired[int | str]
     spent: NotRequired[str]

@@ -18,6 +18,7 @@ from leases import run_ids
 from leases.errors import InvalidRequest, RequestTooLarge
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from sandboxes.db import durations
+from sandboxes.failed_by import FailedBy
 
 MAX_TTL_SECONDS = int(durations.MAX_DURATION.total_seconds())
 MAX_NAMED_AGENTS = 100  # in one request
@@ -25,6 +26,11 @@ MAX_COMMAND_BYTES = (
     128 << 10
 )  # of argv and of env each: limit of Linux for a single string; both together fit into its limit for execve
 MAX_REPORTED_FIELDS = 50  # unknown fields of one object: a response does not repeat megabytes of the request
+FAILED_BY_HELP = (
+    "Origin of the failure. task: the command, its input or the request; infrastructure: the control plane, a host, the "
+    "provider or the store; limit: a budget, a quota, a policy or a clock of the lease; interruption: a client, an operator or "
+    "the end of the environment. Null: not ended, or not failed."
+)
 ENCODINGS = ("utf-8", "base64")
 ENV_NAME_RE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 RESERVED_ENV_PREFIXES = ("LEASEHOLD_", "LLM_SOCKET")  # set by the control plane
@@ -158,6 +164,16 @@ class ArgvField(serializers.Field):
             raise serializers.ValidationError("The first element must name a program.")
         _check_size("argv", data)
         return data
+
+
+class FailedByField(serializers.ChoiceField):
+    """Origin of a failure, in responses."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("choices", [origin.value for origin in FailedBy])
+        options.setdefault("allow_null", True)
+        options.setdefault("help_text", FAILED_BY_HELP)
+        super().__init__(**options)
 
 
 @extend_schema_field({"type": "object", "additionalProperties": {"type": "string"}})

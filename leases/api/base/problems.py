@@ -4,6 +4,7 @@ from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
 from billing.models.budgets import Unit
+from leases.api.base.fields import FailedByField
 
 
 class FieldProblemSerializer(serializers.Serializer):
@@ -42,6 +43,7 @@ class ProblemSerializer(serializers.Serializer):
     sandbox_detail = serializers.CharField(required=False, help_text="With 410 lease_ended: text of `sandbox_reason`.")
     run_id = serializers.UUIDField(required=False, help_text="Run with the known part of the outcome.")
     outcome = serializers.CharField(required=False, help_text="With outcome_unknown: outcome of the run, if recorded.")
+    failed_by = FailedByField(required=False, allow_null=False, help_text="With run_failed: origin of the failure of the run.")
     exit_code = serializers.IntegerField(required=False, help_text="With outcome_unknown: exit code of the run, if known.")
     limit = LimitField(
         required=False,

@@ -53,7 +53,7 @@ def test_run_that_is_extended_or_claimed_while_a_sweep_looks_at_it_is_left_alone
 
     def act_and_find(ref: str, mark: str) -> ExecState | None:
         if rival == "process":
-            RunClaim(run, lambda: now).keep()
+            RunClaim(run, lambda: now, memory).keep()
         else:
             Run.objects.update(claim=uuid.uuid4())
         return find_exec(ref, mark)

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0056_llmcall_run_optional'),
+        ('sandboxes', '0058_run_list_indexes'),
     ]
 
     operations = [

@@ -21,6 +21,7 @@ from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.docker.engine import Engine
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE
+from tests.lanes.speed import Speedometer
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
@@ -32,8 +33,9 @@ def test_each_container_run_is_metered_within_a_second(docker_pool: Pool, monkey
     """Metering covers the time from the request to start until the confirmed end, so never less than the container ran.
 
     The times of a verb are behind the engine's by the time that passes between the reading of its `now` and its beginning,
-    milliseconds on a busy machine. The excess is the engine's latency, which can be long on a busy machine. One success in
-    ten tries suffices."""
+    milliseconds on a busy machine. The excess is the latency of the engine: a second on the machine of the budgets, longer on a
+    slower one, and arbitrary while the machine is busy. One success in ten tries suffices."""
+    speedometer = Speedometer()
     for attempt in range(10):
         delays = record_delays(monkeypatch)
         by_engine, by_metering = run_lease(docker_pool, f"metered-{attempt}")
@@ -43,7 +45,8 @@ def test_each_container_run_is_metered_within_a_second(docker_pool: Pool, monkey
             assert since <= started < ended <= until + behind
         pairs = zip(by_engine, by_metering, strict=True)
         longest = max((until - since) - (ended - started) for (started, ended), (since, until) in pairs)
-        if longest <= WITHIN:
+        speedometer.sample()
+        if longest <= WITHIN * speedometer.slowdown:
             return
     pytest.fail(f"metered time exceeds the run time by {longest}")
 

@@ -56,6 +56,7 @@ REASONS: Mapping[str, str] = {
     "sandboxes.Installation": "one row",
     "sandboxes.LogPosition": "one row for each log file",
     "sandboxes.ModelRate": CONFIGURED,
+    "sandboxes.ObjectUpload": "deleted when its object is recorded, or by the prune sweep once it has expired",
     "sandboxes.PackAssignment": CONFIGURED,
     "sandboxes.PackVersion": CONFIGURED,
     "sandboxes.Policy": CONFIGURED,

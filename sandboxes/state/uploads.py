@@ -27,7 +27,7 @@ class UploadClaim(Claim):
     def __init__(self, keys: Collection[str], *, clock: Clock) -> None:
         self.keys = frozenset(keys)
         super().__init__(ObjectUpload.objects.filter(pk__in=self.keys), deadline=clock() + CLAIM_TTL, clock=clock)
-        self.is_recorded = False
+        self.recorded = frozenset[str]()  # keys whose claims the transaction with their rows has ended
 
     def note_progress(self) -> None:
         """Count one more step. Raises StoreError once the claim is lost: the upload may be repeated with other keys."""
@@ -36,14 +36,14 @@ class UploadClaim(Claim):
         super().note_progress()
 
     def beat(self) -> None:
-        if not self.is_recorded:
+        if not self.recorded:
             super().beat()
 
     def _write(self, deadline: datetime, **changes: Any) -> bool:
         is_held = super()._write(deadline, **changes)
-        if not is_held and self.is_recorded:  # the transaction with the row has been committed meanwhile
+        if not is_held and self.recorded:  # the transaction with the row has been committed meanwhile
             self.lost = False
-        return is_held or self.is_recorded
+        return is_held or bool(self.recorded)
 
 
 @contextmanager
@@ -52,23 +52,28 @@ def claim_keys(keys: Collection[str], *, clock: Clock) -> Iterator[None]:
 
     Each key has to be unique, such as by a random id. A crash leaves the claim to its deadline."""
     claim = UploadClaim(keys, clock=clock)
-    ObjectUpload.objects.bulk_create([ObjectUpload(key=key, deadline_at=claim.deadline) for key in sorted(claim.keys)])
+    rows = [ObjectUpload(key=key, deadline_at=claim.deadline) for key in sorted(claim.keys)]
+    if len(rows) == 1:
+        rows[0].save(force_insert=True)  # without the transaction of bulk_create: two round trips less for each snapshot
+    else:
+        ObjectUpload.objects.bulk_create(rows)
     try:
         with hold(claim):
             checkpoint("keys claimed", claim)
             yield
     except Exception:
-        _release(claim)
+        _release(claim.keys)
         raise
-    _release(claim)
+    if unrecorded := claim.keys - claim.recorded:
+        _release(unrecorded)
 
 
-def _release(claim: UploadClaim) -> None:
+def _release(keys: Collection[str]) -> None:
     """End the claims of objects that no row points to. Without a database they end at their deadline."""
     try:
-        ObjectUpload.objects.filter(pk__in=claim.keys).delete()
+        ObjectUpload.objects.filter(pk__in=keys).delete()
     except DatabaseError as error:
-        log.warning("claim not ended", claim=str(claim), error=str(error))
+        log.warning("claim not ended", keys=sorted(keys), error=str(error))
 
 
 def end_claims(keys: Collection[str]) -> None:
@@ -78,7 +83,7 @@ def end_claims(keys: Collection[str]) -> None:
         raise _build_lost_error(keys)
     for claim in get_held_claims():
         if isinstance(claim, UploadClaim) and keys & claim.keys:
-            claim.is_recorded = True
+            claim.recorded |= keys & claim.keys
 
 
 def insert_objects(objects: Collection[DataObject]) -> None:

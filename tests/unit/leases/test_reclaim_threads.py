@@ -163,4 +163,4 @@ def test_a_release_and_its_reclaim_take_few_statements(grant) -> None:
     with CaptureQueriesContext(connection) as reclaim:
         assert reclaim_threads.reclaim(lease.pk)
     assert read_state(lease) == ("destroyed", "destroyed")
-    assert (len(release), len(reclaim)) == ((15, 29) if connection.vendor == "postgresql" else (16, 30))
+    assert (len(release), len(reclaim)) == ((15, 32) if connection.vendor == "postgresql" else (16, 32))

@@ -35,7 +35,7 @@ def test_few_runs_among_many_are_found_by_an_index(condition: Q, index: str) -> 
     runs = [build_run(number, sandbox=sandbox) for number in range(2000)]
     for run in runs[-30:]:
         run.outcome, run.kind = "oom", "file"
-    Run.objects.bulk_create(runs)
+    Run.objects.bulk_create(runs, batch_size=500)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE sandboxes_run")
     plan = Run.objects.filter(condition).order_by("-started_at", "-pk")[:20].explain()

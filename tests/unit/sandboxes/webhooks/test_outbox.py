@@ -65,7 +65,7 @@ def test_the_end_of_a_lease_is_one_event(grant) -> None:
     assert event.payload == {
         "lease_id": str(lease.pk), "agent_did": "did:plc:ada", "environment_id": "game-1", "environment_type": "catan",
         "end_reason": "operator", "leased_at": "2026-11-21T12:00:00Z", "ended_at": "2026-11-21T12:01:00Z",
-        "sandbox_reason": None, "sandbox_detail": None,
+        "failed_by": "interruption", "sandbox_reason": None, "sandbox_detail": None,
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Leases whose sandboxes are destroyed by the web process that ended the lease."""
 
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -163,4 +164,11 @@ def test_a_release_and_its_reclaim_take_few_statements(grant) -> None:
     with CaptureQueriesContext(connection) as reclaim:
         assert reclaim_threads.reclaim(lease.pk)
     assert read_state(lease) == ("destroyed", "destroyed")
-    assert (len(release), len(reclaim)) == ((15, 32) if connection.vendor == "postgresql" else (16, 32))
+    counts = count_statements(release), count_statements(reclaim)
+    assert counts == ((15, 31) if connection.vendor == "postgresql" else (16, 32))
+
+
+def count_statements(captured: CaptureQueriesContext) -> int:
+    """Count the statements, without those that depend on time: reading the database's clock, and renewing a claim."""
+    timed = re.compile(r'SELECT clock_timestamp\(\)|SET "deadline_at" = [^,]* WHERE')
+    return sum(not timed.search(query["sql"]) for query in captured.captured_queries)

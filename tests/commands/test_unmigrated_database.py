@@ -1,6 +1,7 @@
 """Commands and servers on a database without tables, or with an earlier version's: one line names `manage.py migrate`."""
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from django.apps import apps
 from django.core.management import get_commands
 
 from tests.commands.manage import MANAGE, build_environment, run_manage
+from tests.support.database import get_sqlite_template
 
 EXPECTED = "Migrations are not applied: run manage.py migrate."
 LEASE = "00000000-0000-0000-0000-000000000000"
@@ -151,7 +153,7 @@ def find_app_path(app: Any) -> str:
 
 
 def test_a_database_that_lacks_the_last_migrations_is_explained_in_one_line(tmp_path: Path) -> None:
-    run_manage(tmp_path, "migrate", "--verbosity", "0")
+    shutil.copyfile(get_sqlite_template(), tmp_path / "leasehold.sqlite3")
     with sqlite3.connect(tmp_path / "leasehold.sqlite3") as database:
         database.execute("ALTER TABLE sandboxes_pool DROP COLUMN max_starting")
         last = "SELECT MAX(id) FROM django_migrations WHERE app = 'sandboxes'"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.matrix("two sets of migrations take 12 s of CPU")
 MANAGE = Path(__file__).resolve().parents[2] / "manage.py"
 BEFORE = "0031_queued_run_attempts"  # last migration without projects
 THEN = "2026-01-01 00:00:00"

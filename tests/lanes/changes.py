@@ -66,7 +66,13 @@ RULES = (
         ("domain-matrix", "docker-matrix"),
     ),
     Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation")),
-    Rule(("tests/commands/test_unmigrated_database.py",), ("domain-matrix",)),
+    Rule(
+        (
+            "leases/migrations", "sandboxes/migrations", "tests/commands/test_unmigrated_database.py",
+            "tests/commands/test_upgrade.py",
+        ),
+        ("domain-matrix",),
+    ),
     Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)),
 )  # fmt: skip
 

@@ -73,7 +73,7 @@ FAST = (
         150, containing=IN_NEED_OF_POSTGRES,
     ),
     Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 200, ignored=(REMOTE_PATH,)),
-    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 210),
+    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 240),
 )  # fmt: skip
 
 MATRIX = (

@@ -11,8 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum, Window
-from django.db.models.functions import Lead
+from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
 
 from billing import horizon, rollup
 from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
@@ -75,7 +74,7 @@ def reset_usage() -> None:
         Run.objects.filter(metered=True, started_at__gte=since).update(metered=False)
         metered = Q(metered=True) | Q(metered_until__isnull=False)
         Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
-        DataSize.objects.filter(metered=True).update(metered=False)
+        DataSize.objects.filter(metered).update(metered=False, metered_until=None)
         LlmCall.objects.filter(counted=True, started_at__gte=since).update(counted=False)
 
 
@@ -286,10 +285,15 @@ def is_referenced() -> Exists:
 
 
 def _meter_agent_data(after: int | None, until: datetime) -> tuple[int | None, int]:
-    """Write the storage records of a batch of sizes of agents' data. Each size lasts until the agent's next one."""
+    """Write the storage records of a batch of sizes of agents' data that are not completely metered.
+
+    Each size lasts until the agent's next one. The last size of each agent is metered once an hour."""
+    hour = start_of_hour(until)
+    following = DataSize.objects.filter(agent_did=OuterRef("agent_did"), pk__gt=OuterRef("pk")).order_by("pk")
     unmetered = DataSize.objects.filter(metered=False, **({"pk__gt": after} if after else {}))
-    following = Window(Lead("at"), partition_by="agent_did", order_by="pk")
-    sizes = [*unmetered.annotate(until=following).order_by("pk")[:SANDBOX_BATCH_SIZE]]
+    unmetered = unmetered.annotate(until=Subquery(following.values("at")[:1]))
+    due = Q(metered_until__isnull=True) | Q(metered_until__lt=hour) | Q(until__isnull=False)
+    sizes = [*unmetered.filter(due).order_by("pk")[:SANDBOX_BATCH_SIZE]]
     if not sizes:
         return None, 0
     stored = [
@@ -300,6 +304,7 @@ def _meter_agent_data(after: int | None, until: datetime) -> tuple[int | None, i
     ]
     written = _write_storage_records(stored, until)
     DataSize.objects.filter(pk__in=[each.pk for each in sizes if each.until]).update(metered=True)
+    DataSize.objects.filter(pk__in=[each.pk for each in sizes if not each.until]).update(metered_until=hour)
     return sizes[-1].pk, written
 
 

@@ -10,7 +10,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet, Subquery
 
 from billing.horizon import find_facts_end
 from leases.models import Lease
-from sandboxes.models import LlmCall, Reading, Run, Snapshot, Transition
+from sandboxes.models import DataSize, LlmCall, Reading, Run, Snapshot, Transition
 from sandboxes.models.transition_reasons import RUN_REASONS
 
 LATE_PRICE_PERIOD = timedelta(days=90)  # a model call without a price waits so much longer for one
@@ -27,6 +27,7 @@ def find_expired() -> dict[str, QuerySet[Any]]:
     last = Transition.objects.exclude(of_run).filter(at__lt=end).order_by("-at").values("pk")[:1]
     later = Transition.objects.filter(sandbox=OuterRef("sandbox"), pk__gt=OuterRef("pk"), at__lt=end)
     same_objects = Snapshot.objects.filter(Q(forgotten_at__isnull=True) | Q(forgotten_at__gte=end), key=OuterRef("key"))
+    later_size = DataSize.objects.filter(agent_did=OuterRef("agent_did"), pk__gt=OuterRef("pk"), at__lt=end)
     later_reading = Reading.objects.filter(sandbox=OuterRef("sandbox"), pk__gt=OuterRef("pk"))
     return {
         "runs": Run.objects.filter(
@@ -44,6 +45,7 @@ def find_expired() -> dict[str, QuerySet[Any]]:
         "snapshots without files": Snapshot.objects.filter(
             ~Exists(same_objects), without_lease, forgotten_at__lt=end, metered=True, vendor_snapshot=""
         ).order_by("forgotten_at"),
+        "sizes of agents' data": DataSize.objects.filter(Exists(later_size), metered=True, at__lt=end).order_by("at"),
         "model calls": _find_expired_calls(end).filter(without_lease).order_by("started_at", "pk"),
     }  # fmt: skip
 

@@ -49,7 +49,6 @@ REASONS: Mapping[str, str] = {
     "sandboxes.AgentData": "state of an agent, not of a lease",
     "sandboxes.DataFile": "current files of an agent, not of a lease",
     "sandboxes.DataObject": "deleted with its last file",
-    "sandboxes.DataSize": BILLED,
     "sandboxes.EgressCredential": CONFIGURED,
     "sandboxes.Host": BOUNDED,
     "sandboxes.ImageTemplate": CONFIGURED,

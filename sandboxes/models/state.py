@@ -124,12 +124,16 @@ class DataSize(models.Model):
     size_bytes = models.PositiveBigIntegerField()
     at = models.DateTimeField()
     metered = models.BooleanField(default=False, editable=False, help_text="Superseded, and all its time is in usage records.")
+    metered_until = models.DateTimeField(
+        null=True, editable=False, help_text="Full hour up to which its time is in usage records, until it is superseded."
+    )
 
     class Meta:
         default_permissions = ()
         indexes = [
             models.Index(fields=["agent_did", "-id"], name="datasize_newest"),
             models.Index(fields=["id"], condition=Q(metered=False), name="datasize_unmetered"),
+            models.Index(fields=["at"], name="datasize_at"),
         ]
 
     def __str__(self) -> str:

@@ -336,14 +336,18 @@ def test_agent_data_storage_follows_its_size(grant: AnyCallable) -> None:
     assert_derivation_is_repeatable(now=MIDNIGHT + 2.9 * HOUR)
 
 
-def test_pass_reads_one_row_per_stored_object() -> None:
+def test_pass_reads_a_stored_object_once_an_hour_by_one_row() -> None:
     DataSize.note("did:plc:ada", 1000, now=NOON - timedelta(days=9))
     meter_usage(now=NOON)
-    with CaptureQueriesContext(connection) as captured:
-        assert meter_usage(now=NOON + MINUTE) == {}
-    selects = [each["sql"] for each in captured if "storage" in each["sql"] and each["sql"].startswith("SELECT")]
-    with connection.cursor() as cursor:
-        assert [len(cursor.execute(sql).fetchall()) for sql in selects] == [1]
+    for now, written, table, read in (
+        (NOON + MINUTE, {}, "sandboxes_datasize", [0]),
+        (NOON + HOUR, {"data": 1}, "'storage'", [1, 1]),  # the last record, and again to replace it
+    ):
+        with CaptureQueriesContext(connection) as captured:
+            assert meter_usage(now=now) == written
+        selects = [each["sql"] for each in captured if table in each["sql"] and each["sql"].startswith("SELECT")]
+        with connection.cursor() as cursor:
+            assert [len(cursor.execute(sql).fetchall()) for sql in selects] == read
 
 
 def test_data_size_is_recorded_on_change_and_in_order(grant: AnyCallable, memory: Any) -> None:

@@ -19,7 +19,7 @@ from leases import leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from leases.retention.facts import LATE_PRICE_PERIOD
 from leases.retention.sweep import delete_expired
-from sandboxes.models import LlmCall, Reading, Run, Sandbox, Snapshot, Transition
+from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import HOUR, create_llm_call, create_rate, create_reading, list_cost_records, run_command
 from tests.support.search import budget
@@ -238,6 +238,25 @@ def test_a_price_that_changes_after_other_calls_have_expired_does_not_lose_them(
     derive(get_end())
     assert sum_amounts() == amounts
     assert UsageRecord.objects.get(item=UsageKind.TOKENS, model="gpt").calls == 2
+
+
+def test_sizes_of_data_go_once_a_later_size_is_final_and_what_they_have_cost_stays() -> None:
+    create_rate("storage", "1.7", "2020-02-01", provider="store")
+    for day, did, size in ((0, "ada", 9), (1, "ada", 8), (1, "bob", 7), (3, "ada", 0), (40, "ada", 6), (41, "ada", 5)):
+        DataSize.note(f"did:plc:{did}", size * 2**30, now=NOW + day * DAY)
+    late = NOW + settings.KEEP_HISTORY
+    for until, kept in ((late + DAY, [9, 8, 7, 0, 6, 5]), (late + 4 * DAY, [8, 7, 0, 6, 5]), (late + 50 * DAY, [7, 5])):
+        derive(until)
+        amounts = sum_amounts()
+        delete_facts(until)
+        assert [each.size_bytes // 2**30 for each in DataSize.objects.order_by("pk")] == kept
+        derive_again(until)
+        assert sum_amounts() == amounts and amounts["costs"]
+    DataSize.note("did:plc:ada", 4, now=late + 51 * DAY)
+    DataSize.objects.filter(agent_did="did:plc:ada").update(metered=False)
+    Watermark.objects.filter(name=horizon.HORIZON_WATERMARK).update(at=late + 99 * DAY)
+    delete_expired(now=late + 99 * DAY)
+    assert DataSize.objects.count() == 3  # one is not metered
 
 
 def test_an_open_lease_keeps_its_results_and_its_time_with_a_process(grant: Callable[..., Lease], memory: Any) -> None:

@@ -114,8 +114,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
 }
 # fmt: on
-# Sweeps that destroy, suspend, restart, delete, end leases or notify: refused while the installation does not match, and
-# counted in observe mode.
+# Sweeps that destroy, suspend, restart, delete, end leases or notify: counted in observe mode.
 DESTRUCTIVE_SWEEPS = frozenset(
     [
         "expire",
@@ -137,6 +136,9 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "webhooks",
     ]
 )
+# Refused while the installation does not match: these and the sweeps that change sandboxes, vendors' settings or the store
+# otherwise. In observe mode the latter run.
+REFUSED_SWEEPS = DESTRUCTIVE_SWEEPS | {"persist", "intervals", "measure"}
 # Sweeps that concern an engine, its sandboxes or the directories of a machine: each host's worker runs them for its host. The
 # others concern the whole installation and run once, on any host.
 HOST_SWEEPS = frozenset(
@@ -171,11 +173,11 @@ def run_sweep(name: str, *, now: datetime) -> SweepResult:
     clock = clock_from(now)  # the sweep begins after checks that may wait for the database or the store
 
     def run_pass() -> SweepResult:
-        if name not in DESTRUCTIVE_SWEEPS:
+        if name not in REFUSED_SWEEPS:
             return scheduled.sweep(now=clock())
-        if settings.OBSERVE:
+        if settings.OBSERVE and name in DESTRUCTIVE_SWEEPS:
             return dry_run.count_actions(name, now=clock())
-        return installation.run_destructive(lambda: scheduled.sweep(now=clock()))
+        return installation.run_if_matching(lambda: scheduled.sweep(now=clock()))
 
     host = registry.find_worker_host(now=now)
     return run_recorded(

@@ -25,6 +25,7 @@ from sandboxes.claims import KILL_GRACE
 from sandboxes.db import encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.egress.environment import build_environment
+from sandboxes.engine_turns import Engine, EngineTurns, list_by_engine
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
@@ -119,9 +120,11 @@ def find_due(*, now: datetime) -> QuerySet[Process]:
 
 
 def restart_due(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Sweep: restart the processes that are due in awake sandboxes. A suspended sandbox is left alone until its next use."""
+    """Sweep: restart the processes that are due in awake sandboxes, the engines in turns.
+
+    A suspended sandbox is left alone until its next use."""
     due = find_due(now=now).filter(sandbox__state__in=USED_STATES, sandbox__frozen=False, sandbox__lost_at__isnull=True)
-    return _restart_all(due[:limit], clock_from(now))
+    return _restart_all(list_by_engine(due, limit=limit, prefix="sandbox__"), clock_from(now))
 
 
 def schedule_after_wake(sandbox: Sandbox, *, now: datetime) -> int:
@@ -144,19 +147,20 @@ def are_due(sandbox: Sandbox, *, now: datetime) -> bool:
 def restart_after_wake(sandbox: Sandbox, *, now: datetime) -> None:
     """Restart the scheduled processes of a sandbox that was just woken. A failure is left to the sweep."""
     due = Process.objects.filter(sandbox=sandbox.pk, incarnation=sandbox.incarnation, restart_at__lte=now)
-    result = _restart_all(due.select_related("sandbox").order_by("started_at"), clock_from(now))
+    rows = due.select_related("sandbox").order_by("started_at")
+    result = _restart_all([((sandbox.provider, sandbox.host_id), process) for process in rows], clock_from(now))
     if result.failures:
         log.warning("processes not restarted after a wake", sandbox=str(sandbox.pk), failures=result.failures)
 
 
-def _restart_all(due: Iterable[Process], clock: Clock) -> SweepResult:
-    result, until = SweepResult(), clock() + PASS_TIME_LIMIT
-    for process in due:
-        if clock() > until:
-            break
+def _restart_all(due: Iterable[tuple[Engine, Process]], clock: Clock) -> SweepResult:
+    result = SweepResult()
+    for process in (turns := EngineTurns(due, clock=clock, until=clock() + PASS_TIME_LIMIT)):
         try:
             result.note("processes restarted" if restart(process, now=clock()) else "lost race")
         except (ProviderError, encryption.DecryptionFailed) as failed:
+            if isinstance(failed, ProviderError):
+                turns.note_failure()
             result.failures.append(f"process {process.pk}: {failed or type(failed).__name__}")
     return result
 

@@ -15,6 +15,7 @@ from django.db.models import Q, QuerySet
 
 from sandboxes import destruction, eviction, providers
 from sandboxes.db.clock import clock_from
+from sandboxes.engine_turns import EngineTurns, list_by_engine
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import RUNNING, SUSPENDED, WAITING, WARM
 from sandboxes.models import ALIVE_STATES, Run, Sandbox, TransitionReason
@@ -88,17 +89,19 @@ def put_to_sleep(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
 
 
 def end_lifetimes(*, now: datetime, limit: int = 200) -> SweepResult:
-    """Sweep: put the sandboxes to sleep whose lifetime ends, and destroy those without a holder."""
+    """Sweep: put the sandboxes to sleep whose lifetime ends, and destroy those without a holder.
+
+    Engines take turns. Of each, the sandbox whose lifetime ends first comes first."""
     result, clock = SweepResult(), clock_from(now)
     note_announced_ends(result, now=now)
-    for sandbox in find_ending(now=now)[:limit]:
-        if clock() > now + PASS_TIME_LIMIT:
-            break
+    rows = list_by_engine(find_ending(now=now), limit=limit)
+    for sandbox in (turns := EngineTurns(rows, clock=clock, until=now + PASS_TIME_LIMIT)):
         try:
             result.note(_end_lifetime(sandbox, now=clock()))
         except Missing:
             result.note("gone")  # reconcile handles missing sandboxes
         except ProviderError as failed:
+            turns.note_failure()
             result.failures.append(f"{sandbox.pk}: {failed}")
     return result
 

@@ -40,7 +40,7 @@ def record_heartbeats(*, now: datetime) -> SweepResult:
         result.note("hosts seen")
         result.note("sandboxes assigned", _assign_sandboxes(host))
         if host.lost_at:
-            cleaned = installation.run_destructive(partial(_clean_up, host))
+            cleaned = installation.run_if_matching(partial(_clean_up, host))
             result.counts |= cleaned.counts
             result.failures += cleaned.failures
     return result

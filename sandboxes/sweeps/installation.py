@@ -26,8 +26,10 @@ def mark_places(*, now: datetime) -> SweepResult:
     return result
 
 
-def run_destructive(sweep: Callable[[], SweepResult]) -> SweepResult:
-    """Run a sweep that destroys or deletes, unless the installation does not match. A refusal is a failure of the sweep."""
+def run_if_matching(sweep: Callable[[], SweepResult]) -> SweepResult:
+    """Run a sweep that acts outside the database, unless the installation does not match.
+
+    A refusal is a failure of the sweep."""
     result = SweepResult()
     try:
         mismatch = find_mismatch()

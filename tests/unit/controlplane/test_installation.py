@@ -17,7 +17,7 @@ from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from leases.queue.runner import Runner
 from sandboxes import installation_marks
-from sandboxes.models import Installation, Pool, Sandbox, Sweep
+from sandboxes.models import Attachment, Installation, Pool, Sandbox, Sweep
 from sandboxes.models.installation import MARK_NAME
 from sandboxes.models.state import format_key_timestamp
 from sandboxes.providers import get_provider
@@ -66,8 +66,10 @@ def test_destructive_sweeps_are_refused_and_say_so(
     lease = grant(ttl=MINUTE)
     run(lease)
     mark_as(**fields)
-    for name in schedules.DESTRUCTIVE_SWEEPS:
+    memory.calls.clear()
+    for name in schedules.REFUSED_SWEEPS:
         assert "Refused" in sweep(name)
+    assert memory.calls == []
     assert "Refused" in Sweep.objects.get(name="prune").last_error
     assert get_store().has(newer_object)
     assert {entry.name for entry in memory.list(str(pool.owner))} == {orphan, Sandbox.objects.get().name}
@@ -75,6 +77,18 @@ def test_destructive_sweeps_are_refused_and_say_so(
     assert lease.status == "active"
     assert any("do not match" in warning for warning in health.check_health(now=timezone.now())["warnings"])
     assert sweep("mark") and not sweep("recount")
+
+
+def test_every_sweep_that_calls_providers_to_change_something_is_refused(pool, memory, grant) -> None:
+    """The others may only look: at engines, logs and the sizes of objects."""
+    run(grant())
+    Sandbox.objects.update(frozen=True)
+    Attachment.objects.update(unsaved_since=NOW)
+    mark_as(generation=0)
+    memory.calls.clear()
+    for name in schedules.SCHEDULE.keys() - {"seal", "watch"}:  # one starts a sandbox of its own, the other waits for changes
+        schedules.run_sweep(name, now=NOW + MINUTE)
+    assert {verb for verb, *_ in memory.calls} == {"stats"}
 
 
 def test_store_without_its_mark_is_not_the_one_of_this_database(newer_object) -> None:

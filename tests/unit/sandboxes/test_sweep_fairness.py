@@ -10,11 +10,12 @@ from django.db.models import Q
 
 from leases import execution
 from leases.models import Lease
-from sandboxes import eviction, process_ends, processes
+from sandboxes import eviction, process_ends, process_restarts, processes
 from sandboxes.db import clock
 from sandboxes.engine_turns import MAX_FAILURES, EngineTurns, alternate
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Process, Run, Sandbox, SandboxState
+from sandboxes.pool import lifetimes
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
@@ -166,3 +167,53 @@ def test_evictions_at_a_slow_engine_do_not_delay_those_at_another(
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: elapsed[0]))
     assert passes.evict_idle(now=NOW + 2 * MINUTE, batch_size=1).counts == {"put to sleep": len(seen)}
     assert "fast" in seen and len(seen) == 3
+
+
+@pytest.fixture
+def slow_and_fast(grant: Grant, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch) -> Callable[[UUID], None]:
+    """Three sandboxes of an engine that fails after 40 s, and one of another engine. Return the call of their engines."""
+    elapsed = [0.0]
+    for name in ("slow-1", "slow-2", "slow-3", "fast"):
+        execution.exec_command(grant(name).pk, Command(["true"], MINUTE), now=NOW)
+    host = Host.objects.create(id=uuid4(), provider="memory", name="b", engine_id="b", queue="b", created_at=NOW)
+    Sandbox.objects.filter(agent_did="fast").update(host=host)
+    monkeypatch.setattr(registry, "filter_local", lambda prefix="": Q())
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: elapsed[0]))
+
+    def call(pk: UUID) -> None:
+        if Sandbox.objects.get(pk=pk).agent_did != "fast":
+            elapsed[0] += 40
+            raise Unavailable("no answer")
+
+    return call
+
+
+def test_restarts_of_processes_at_a_slow_engine_do_not_delay_those_at_another(
+    slow_and_fast: Callable[[UUID], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, sandbox in enumerate(Sandbox.objects.order_by("-agent_did")):
+        Process.objects.create(
+            sandbox=sandbox, holder=sandbox.holder, incarnation=sandbox.incarnation, argv=["sh"], cwd="/", started_at=NOW,
+            starts_by=NOW, state="exited", ended_at=NOW, agent_did=sandbox.agent_did, restart_at=NOW + number * MINUTE / 60,
+        )  # fmt: skip
+
+    def restart(process: Process, *, now: datetime) -> bool:
+        slow_and_fast(process.sandbox_id)
+        return True
+
+    monkeypatch.setattr(process_restarts, "restart", restart)
+    assert process_restarts.restart_due(now=NOW + MINUTE).counts == {"processes restarted": 1}
+
+
+def test_ends_of_lifetimes_at_a_slow_vendor_do_not_delay_those_at_another(
+    slow_and_fast: Callable[[UUID], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, sandbox in enumerate(Sandbox.objects.order_by("-agent_did")):
+        Sandbox.objects.filter(pk=sandbox.pk).update(lifetime_ends_at=NOW + number * MINUTE / 60)
+
+    def put_to_sleep(sandbox: Sandbox, *, now: datetime, actor: str) -> bool:
+        slow_and_fast(sandbox.pk)
+        return True
+
+    monkeypatch.setattr(lifetimes, "put_to_sleep", put_to_sleep)
+    assert lifetimes.end_lifetimes(now=NOW + MINUTE).counts == {"put to sleep": 1}

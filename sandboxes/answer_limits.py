@@ -1,8 +1,9 @@
-"""Time and size limits of whole answers, for HTTP clients that are built on urllib3: requests, boto3 and vendors' clients.
+"""Time and size limits of whole answers, for HTTP clients that are built on urllib3 (requests, boto3) or httpx.
 
 The read timeout of these clients is that of each read: a server that sends a byte every few seconds holds a call for ever. Here
 the read timeout of a request is the time for the whole answer, headers included. A long answer has more time: one second for
-each `MIN_BYTES_PER_SECOND` received. The place of the limit is `response_class` of http.client, which all of them use."""
+each `MIN_BYTES_PER_SECOND` received. The place of the limit is `response_class` of http.client for clients on urllib3, and the
+network stream of httpcore for those on httpx."""
 
 import http.client
 import io
@@ -102,3 +103,53 @@ def limit_session(session: requests.Session, *, max_bytes: int = UNLIMITED_BYTES
     for scheme in ("http://", "https://"):
         session.mount(scheme, _LimitedAdapter(max_bytes))
     return session
+
+
+class _LimitedStream:
+    """Network stream of httpcore within the time of its answer, which begins after the last byte of the request."""
+
+    def __init__(self, stream: Any, timeout_error: type[Exception]) -> None:
+        self._stream, self._timeout_error = stream, timeout_error
+        self._waited, self._received = 0.0, 0
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if timeout is None:
+            return bytes(self._stream.read(max_bytes, timeout))
+        allowed = timeout + self._received / MIN_BYTES_PER_SECOND
+        if self._waited >= allowed:
+            raise self._timeout_error(f"the answer is not complete after {allowed:.0f} s")
+        started = time.monotonic()
+        content = bytes(self._stream.read(max_bytes, min(allowed - self._waited, timeout)))
+        self._waited += time.monotonic() - started
+        self._received += len(content)
+        return content
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._waited, self._received = 0.0, 0
+        self._stream.write(buffer, timeout)
+
+    def start_tls(self, *args: Any, **options: Any) -> "_LimitedStream":
+        return _LimitedStream(self._stream.start_tls(*args, **options), self._timeout_error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _LimitedBackend:
+    def __init__(self, backend: Any, timeout_error: type[Exception]) -> None:
+        self._backend, self._timeout_error = backend, timeout_error
+
+    def connect_tcp(self, *args: Any, **options: Any) -> _LimitedStream:
+        return _LimitedStream(self._backend.connect_tcp(*args, **options), self._timeout_error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def limit_transport(transport: Any, timeout_error: type[Exception]) -> Any:
+    """Limit the time of the answers of an HTTPTransport of httpx. Return the transport.
+
+    Not for HTTP/2, where a connection has several answers at once. `timeout_error` is ReadTimeout of the transport's httpcore.
+    Relies on private attributes of httpx; test_answer_limits.py fails without effect."""
+    transport._pool._network_backend = _LimitedBackend(transport._pool._network_backend, timeout_error)
+    return transport

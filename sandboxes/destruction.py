@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 SANDBOX_COUNTER_FIELDS = ("warm_hits", "woken_local", "woken_cloud", "woken_vendor", "woken_fresh", "slept")
 
 # Of the commands that the destruction of a sandbox ends.
-STOP_REASONS = {TransitionReason.OPERATOR: StopReason.OPERATOR, TransitionReason.DISCARDED: StopReason.OPERATOR}
+OPERATOR_STOPS = {TransitionReason.OPERATOR: StopReason.OPERATOR, TransitionReason.DISCARDED: StopReason.OPERATOR}
 
 
 def schedule_destroy(
@@ -84,7 +84,7 @@ def schedule_destroy(
                     ended_at=now,
                     outcome=RunOutcome.LOST,
                     note=(note or f"Sandbox destroyed: {reason or code.label}")[:500],
-                    stop_reason=Coalesce(NullIf("stop_reason", Value("")), Value(stop_reason or STOP_REASONS.get(code, ""))),
+                    stop_reason=Coalesce(NullIf("stop_reason", Value("")), Value(stop_reason or OPERATOR_STOPS.get(code, ""))),
                 )
                 if discarded:
                     _record_discard(pk, now=now)

@@ -3,10 +3,12 @@
 import os
 import re
 import sys
+from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from getpass import getpass
+from typing import Any
 from uuid import UUID
 
 from django.core.exceptions import ValidationError
@@ -28,6 +30,15 @@ def report_errors(verbosity: int) -> Iterator[None]:
             yield
         except Lease.DoesNotExist:
             raise CommandError("There is no such lease.") from None
+
+
+def add_lease_action(actions: "_SubParsersAction[Any]", name: str, *, help: str, json_lines: bool = True) -> ArgumentParser:
+    """Add an action on one lease to a command: argument LEASE_ID, and option --json."""
+    parser: ArgumentParser = actions.add_parser(name, help=help)
+    parser.add_argument("lease", metavar="LEASE_ID")
+    if json_lines:
+        parser.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
+    return parser
 
 
 def read_secret() -> str:

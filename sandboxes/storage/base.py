@@ -26,11 +26,6 @@ T = TypeVar("T")
 FindKept = Callable[[Collection[str]], set[str]]
 
 
-def keep_none(keys: Collection[str]) -> set[str]:
-    """FindKept that keeps no key."""
-    return set()
-
-
 class StoreError(Exception):
     """A call to the store failed. It may or may not have had an effect; the same call may be repeated."""
 
@@ -151,7 +146,7 @@ class KeyValueStore(ABC):
         the data survives the same crashes as after `set`."""
         raise StoreRefused(self.name, "append", "this backend does not support append", key=key)
 
-    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept) -> int:
         """Remove invisible remains of interrupted writes that began before `older_than`. Return the number removed.
 
         Of a backend that lists unfinished writes by key, those of the keys that `find_kept` returns are not removed. Another

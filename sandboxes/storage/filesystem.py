@@ -21,7 +21,6 @@ from sandboxes.storage.base import (
     KeyValueStore,
     ListingPage,
     StoreError,
-    keep_none,
 )
 
 VALUE_SUFFIX = ".value"  # one key may be a prefix of another (a/b and a/b/c): directories and values must not collide
@@ -95,7 +94,7 @@ class FilesystemStore(KeyValueStore):
                     break
         return ListingPage(entries[:limit], entries[limit - 1].key if len(entries) > limit else "")
 
-    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept) -> int:
         removed = 0
         with (
             self.translate_errors("sweep_leftovers"),

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Never, cast
 
-from sandboxes.storage.base import FindKept, KeyValueStore, StoreError, keep_none
+from sandboxes.storage.base import FindKept, KeyValueStore, StoreError
 
 
 class DeleteRefused(StoreError):
@@ -34,7 +34,7 @@ class ObservedStore:
         for key in self._store.list(prefix):
             self._refuse("clear", key)
 
-    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept) -> int:
         self._refuse("sweep_leftovers")
 
     def _refuse(self, method: str, key: str = "") -> Never:

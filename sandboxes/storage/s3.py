@@ -29,7 +29,6 @@ from sandboxes.storage.base import (
     RemainderReader,
     StoreError,
     StoreRefused,
-    keep_none,
 )
 
 PART_BYTES = 8 << 20  # R2 requires all parts but the last to have the same size
@@ -155,7 +154,7 @@ class S3Store(KeyValueStore):
             for key in self._remove_batch({self._name(key, "remove_many"): key for key in batch}):
                 self.remove(key)
 
-    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept = keep_none) -> int:
+    def sweep_leftovers(self, older_than: datetime, *, find_kept: FindKept) -> int:
         """Abort unfinished multipart uploads, page by page. R2 aborts them by itself after a week."""
         aborted = 0
         with self._client("sweep_leftovers") as client:

@@ -26,7 +26,7 @@ from sandboxes.storage.memory import MemoryStore
 from sandboxes.storage.s3 import S3Store
 from tests.conftest import run_in_threads
 from tests.support.servers.services import require_environment, require_s3
-from tests.support.storage.stores import KEY_METHODS, METHODS
+from tests.support.storage.stores import KEY_METHODS, METHODS, keep_none
 
 MIB = 1 << 20
 PLAIN_KEYS = [
@@ -268,10 +268,10 @@ def test_old_unfinished_upload_is_aborted(multipart_case: StoreCase) -> None:
     assert isinstance(store, S3Store)
     store.client().create_multipart_upload(Bucket=store.bucket, Key=f"{store.prefix}unfinished")
     assert store.is_empty()
-    assert store.sweep_leftovers(now - timedelta(hours=1)) == 0
+    assert store.sweep_leftovers(now - timedelta(hours=1), find_kept=keep_none) == 0
     assert store.sweep_leftovers(now + timedelta(hours=1), find_kept=lambda keys: {*keys} & {"unfinished"}) == 0
-    assert store.sweep_leftovers(now + timedelta(hours=1)) == 1
-    assert store.sweep_leftovers(now + timedelta(hours=1)) == 0
+    assert store.sweep_leftovers(now + timedelta(hours=1), find_kept=keep_none) == 1
+    assert store.sweep_leftovers(now + timedelta(hours=1), find_kept=keep_none) == 0
 
 
 def test_missing_bucket_and_wrong_keys_are_reported(s3_case: StoreCase) -> None:

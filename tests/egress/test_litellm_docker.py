@@ -130,7 +130,7 @@ def test_rows_log_lines_and_records_match_and_costs_are_litellms(leased: LeasedS
         assert (row.outcome, row.streamed, line["status"], line["upstream"], line["uri"]) == ("ok", stream, 200, "200", path)
         assert record["for"] == {
             "call": row.call_id, "lease": str(lease.pk), "run": str(run.pk), "attempt": 1, "agent": did,
-            "environment": lease.environment_id,
+            "environment": lease.environment_id, "billing_account": "house",
         }  # fmt: skip
         row.refresh_from_db()
         cost = Decimal("0.001") if embedded else WHOLE

@@ -13,7 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 from leases import execution, leasing
 from leases.api.files.base import build_command
 from leases.api.files.content import MAX_FILE_BYTES, list_entries, serialize_listing
-from leases.management.base import parse_lease_id, report_errors
+from leases.management.base import add_lease_action, parse_lease_id, report_errors
 from sandboxes import formatting
 from sandboxes.db import database_time
 from sandboxes.management.base import require_utf8
@@ -32,15 +32,13 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        listing = actions.add_parser("ls", help="list a directory")
-        get = actions.add_parser("get", help=f"print one file of at most {MAX_FILE_BYTES >> 20} MiB, or write it to FILE")
-        put = actions.add_parser("put", help=f"store FILE (- is stdin), of at most {MAX_FILE_BYTES >> 20} MiB, as PATH")
-        remove = actions.add_parser("rm", help="remove one file or link")
-        for subparser in (listing, get, put, remove):
-            subparser.add_argument("lease", metavar="LEASE_ID")
+        limit = f"of at most {MAX_FILE_BYTES >> 20} MiB"
+        listing = add_lease_action(actions, "ls", help="list a directory")
+        get = add_lease_action(actions, "get", help=f"print one file {limit}, or write it to FILE", json_lines=False)
+        put = add_lease_action(actions, "put", help=f"store FILE (- is stdin), {limit}, as PATH", json_lines=False)
+        remove = add_lease_action(actions, "rm", help="remove one file or link", json_lines=False)
         listing.add_argument("path", metavar="PATH", nargs="?", default=WORKSPACE)
         listing.add_argument("--deep", action="store_true", help="also the content of its directories")
-        listing.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
         put.add_argument("file", metavar="FILE")
         for subparser in (get, put, remove):
             subparser.add_argument("path", metavar="PATH")

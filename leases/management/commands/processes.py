@@ -21,7 +21,7 @@ from leases.api.process_fields import (
     serialize_process,
 )
 from leases.api.processes import MAX_LOG_BYTES, SIGNALS
-from leases.management.base import parse_env, parse_lease_id, report_errors
+from leases.management.base import add_lease_action, parse_env, parse_lease_id, report_errors
 from leases.models import Lease
 from sandboxes import formatting, processes
 from sandboxes.db import database_time
@@ -39,18 +39,15 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        listing = actions.add_parser("list", help="list processes, newest first")
-        start = actions.add_parser("start", help="start a program in the background; a cold sandbox is woken")
-        show = actions.add_parser("show", help="print one process")
-        log = actions.add_parser("log", help=f"print the output so far, at most {MAX_LOG_BYTES >> 20} MiB at once")
-        send = actions.add_parser("signal", help="send a signal to a process and its session")
-        kill = actions.add_parser("kill", help="kill a process and its descendants, and do not restart it")
-        for subparser in (listing, start, show, log, send, kill):
-            subparser.add_argument("lease", metavar="LEASE_ID")
+        log_help = f"print the output so far, at most {MAX_LOG_BYTES >> 20} MiB at once"
+        listing = add_lease_action(actions, "list", help="list processes, newest first")
+        start = add_lease_action(actions, "start", help="start a program in the background; a cold sandbox is woken")
+        show = add_lease_action(actions, "show", help="print one process")
+        log = add_lease_action(actions, "log", help=log_help, json_lines=False)
+        send = add_lease_action(actions, "signal", help="send a signal to a process and its session")
+        kill = add_lease_action(actions, "kill", help="kill a process and its descendants, and do not restart it")
         for subparser in (show, log, send, kill):
             subparser.add_argument("process", metavar="PROCESS_ID")
-        for subparser in (listing, start, show, send, kill):
-            subparser.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
         listing.add_argument("--limit", type=int, default=50, help="maximum number of rows; default: %(default)s")
         log.add_argument("--start", type=int, default=0, metavar="BYTE", help="offset of the first byte")
         send.add_argument("signal", choices=SIGNALS, metavar="SIGNAL", help=" ".join(SIGNALS))

@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from billing.management.options import validate_options
 from leases import leasing, shells
 from leases.api.shells import NewShellSerializer, serialize_shell
-from leases.management.base import parse_env, parse_lease_id, report_errors
+from leases.management.base import add_lease_action, parse_env, parse_lease_id, report_errors
 from leases.models import Lease, Shell
 from sandboxes import formatting
 from sandboxes.db import database_time
@@ -25,13 +25,11 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        listing = actions.add_parser("list", help="list the shells of a lease, by name")
-        create = actions.add_parser("create", help="create a shell; the sandbox is not woken")
-        delete = actions.add_parser("delete", help="delete a shell and its variables; commands in progress continue")
-        for subparser in (listing, create, delete):
-            subparser.add_argument("lease", metavar="LEASE_ID")
-        for subparser in (listing, create):
-            subparser.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
+        add_lease_action(actions, "list", help="list the shells of a lease, by name")
+        create = add_lease_action(actions, "create", help="create a shell; the sandbox is not woken")
+        delete = add_lease_action(
+            actions, "delete", help="delete a shell and its variables; commands in progress continue", json_lines=False
+        )
         for subparser in (create, delete):
             subparser.add_argument("name", metavar="NAME")
         create.add_argument("--cwd", metavar="DIRECTORY", help="working directory; default: /workspace")

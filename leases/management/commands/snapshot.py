@@ -12,7 +12,7 @@ from leases import fork, snapshots
 from leases.api.leases import render_lease
 from leases.api.snapshots import NewSnapshotSerializer, apply_fork_defaults, serialize_snapshot
 from leases.leasing import LeaseRequest
-from leases.management.base import parse_did, parse_environment_id, parse_lease_id, report_errors
+from leases.management.base import add_lease_action, parse_did, parse_environment_id, parse_lease_id, report_errors
 from leases.models import Lease
 from sandboxes.db import database_time
 
@@ -24,12 +24,9 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-        take = actions.add_parser("take", help="store the current workspace; a cold sandbox is not woken")
-        restore = actions.add_parser("restore", help="replace the workspace, effective from the next use")
-        forked = actions.add_parser("fork", help="grant a lease in another environment with a copy of the workspace")
-        for subparser in (take, restore, forked):
-            subparser.add_argument("lease", metavar="LEASE_ID")
-            subparser.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
+        take = add_lease_action(actions, "take", help="store the current workspace; a cold sandbox is not woken")
+        restore = add_lease_action(actions, "restore", help="replace the workspace, effective from the next use")
+        forked = add_lease_action(actions, "fork", help="grant a lease in another environment with a copy of the workspace")
         take.add_argument("--name", help="name of the snapshot")
         restore.add_argument("snapshot", metavar="SNAPSHOT_ID")
         forked.add_argument("environment", metavar="ENVIRONMENT_ID", help="environment of the new lease")

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
+import httpcore2
 import httpx2  # the HTTP client of LangSmith's client
 from django.conf import settings
 from langsmith.sandbox import (
@@ -24,6 +25,7 @@ from langsmith.sandbox import (
 )
 from langsmith.sandbox import Sandbox as VendorSandbox
 
+from sandboxes.answer_limits import limit_transport
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
 from sandboxes.providers.errors import FailureCause, ProviderError, Rejected, Unavailable
 from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
@@ -191,10 +193,13 @@ class LangSmithProvider(ImageBuildingProvider):
 
 
 def _create_client(configuration: RemoteConfiguration) -> SandboxClient:
-    return SandboxClient(
+    client = SandboxClient(
         api_endpoint=f"{configuration.api_url}/api/v2/sandboxes", api_key=configuration.api_key, max_retries=0,
         timeout=CALL_TIMEOUT_SECONDS,
     )  # fmt: skip
+    retrying: Any = client._http._transport  # the client accepts no transport
+    limit_transport(retrying._transport, httpcore2.ReadTimeout)
+    return client
 
 
 def _build_proxy_configuration(network: Network) -> SandboxProxyConfig | None:

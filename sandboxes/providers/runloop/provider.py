@@ -11,10 +11,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
+import httpcore
+import httpx
 from django.conf import settings
 from runloop_api_client import APIStatusError, Runloop, omit
 from runloop_api_client.types import DevboxView
 
+from sandboxes.answer_limits import limit_transport
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
@@ -252,8 +255,11 @@ def _round_up_cores(cores: float) -> float:
 
 
 def _create_client(configuration: RemoteConfiguration) -> Runloop:
+    transport = limit_transport(httpx.HTTPTransport(), httpcore.ReadTimeout)
+    http_client = httpx.Client(transport=transport, timeout=CALL_TIMEOUT_SECONDS, follow_redirects=True)
     return Runloop(
-        bearer_token=configuration.api_key, base_url=configuration.api_url, max_retries=0, timeout=CALL_TIMEOUT_SECONDS
+        bearer_token=configuration.api_key, base_url=configuration.api_url, max_retries=0, timeout=CALL_TIMEOUT_SECONDS,
+        http_client=http_client,
     )  # fmt: skip
 
 

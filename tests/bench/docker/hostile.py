@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 
-from tests.bench.cases import adapt_uuid, open_driver
+from tests.bench.cases import open_driver
 from tests.bench.docker import leases as bench_leases
 from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import ApiClient, run_control_plane
@@ -17,7 +17,6 @@ from tests.support.waiting import wait_until
 
 ROUNDS = int(os.environ.get("BENCH_STARTS", "5"))
 COUNT = int(os.environ.get("BENCH_HOSTILE", "8"))
-GONE_SQL = "SELECT 1 FROM sandboxes_sandbox WHERE holder = %s AND state = 'destroyed'"
 MAX_SECONDS = 300.0
 BYSTANDER = "did:web:bystander.invalid"
 OTHERS = [f"did:web:other-{number}.invalid" for number in range(COUNT)]
@@ -51,7 +50,7 @@ def main() -> None:
                 api.post(f"/leases/{leases[agent]}/release")
 
         def is_gone(agent: str) -> bool:
-            return bool(execute(GONE_SQL, [adapt_uuid(leases[agent])]))
+            return bench_leases.is_gone(execute, leases[agent])
 
         def release_bystander(number: int) -> None:
             api.post(f"/leases/{leases[BYSTANDER]}/release")

@@ -7,10 +7,11 @@ from django.utils import timezone
 from leases import api_keys
 from sandboxes import destruction
 from sandboxes.models import Sandbox, SandboxState, TransitionReason
-from tests.bench.cases import list_database_pids
+from tests.bench.cases import Execute, adapt_uuid, list_database_pids
 from tests.bench.measure import list_process_tree
 from tests.bench.server import ApiClient
 
+GONE_SQL = "SELECT 1 FROM sandboxes_sandbox WHERE holder = %s AND state = 'destroyed'"
 MAX_JOINS = 4  # concurrent
 
 
@@ -47,6 +48,11 @@ def destroy(lease: str) -> None:
     sandbox = Sandbox.objects.exclude(state=SandboxState.DESTROYED).get(holder=lease)
     assert destruction.schedule_destroy(sandbox.pk, now=timezone.now(), code=TransitionReason.OPERATOR)
     assert destruction.destroy(sandbox.pk, now=timezone.now())
+
+
+def is_gone(execute: Execute, lease: str) -> bool:
+    """Return whether the sandbox of a lease is destroyed. `execute` is that of open_driver."""
+    return bool(execute(GONE_SQL, [adapt_uuid(lease)]))
 
 
 def list_server_pids(up: int) -> set[int]:

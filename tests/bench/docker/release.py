@@ -1,14 +1,13 @@
 """Release of a lease on the Docker Engine through HTTP, until the answer and until the container is confirmed gone."""
 
 import os
-import time
 import uuid
 
 from django.conf import settings
 
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
-from tests.bench.cases import adapt_uuid, open_driver
+from tests.bench.cases import open_driver
 from tests.bench.docker import leases as bench_leases
 from tests.bench.measure import BenchCase, interleave, print_report
 from tests.bench.server import (
@@ -20,10 +19,10 @@ from tests.bench.server import (
     start_raw_container,
 )
 from tests.bench.table import Aim
+from tests.support.waiting import wait_until
 
 ROUNDS = int(os.environ.get("BENCH_STARTS", "12"))
 POLL_SECONDS = 0.002
-GONE_SQL = "SELECT 1 FROM sandboxes_sandbox WHERE holder = %s AND state = 'destroyed'"
 MAX_SECONDS = 30.0
 DID = "did:web:bench.invalid"
 
@@ -51,10 +50,10 @@ def main() -> None:
             api.post(f"/leases/{leases[number]}/release")
 
         def wait_until_gone(number: int) -> None:
-            give_up_at = time.monotonic() + MAX_SECONDS
-            while not execute(GONE_SQL, [adapt_uuid(leases[number])]):
-                assert time.monotonic() < give_up_at
-                time.sleep(POLL_SECONDS)
+            wait_until(
+                lambda: bench_leases.is_gone(execute, leases[number]), "the sandbox is destroyed", within=MAX_SECONDS,
+                every=POLL_SECONDS,
+            )  # fmt: skip
 
         def release_and_wait(number: int) -> None:
             release(number)

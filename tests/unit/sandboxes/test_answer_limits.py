@@ -5,14 +5,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx2
 import pytest
 import requests
 import urllib3
+from langsmith.sandbox import SandboxClientError
+from runloop_api_client import APIError
 
 from sandboxes.answer_limits import limit_answers, limit_session
 from sandboxes.providers.cloudflare import provider as cloudflare
 from sandboxes.providers.daytona import provider as daytona
+from sandboxes.providers.langsmith import provider as langsmith
 from sandboxes.providers.remote.configuration import RemoteConfiguration
+from sandboxes.providers.runloop import provider as runloop
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.cloudflare_kv import CloudflareKVStore
 from sandboxes.storage.s3 import S3Store
@@ -54,6 +59,12 @@ def create_kv(url: str) -> CloudflareKVStore:
     )
 
 
+def call_langsmith(url: str) -> object:
+    client = langsmith._create_client(configure(url))
+    client._http.timeout = httpx2.Timeout(TIMEOUT_SECONDS)
+    return client.get_sandbox("x")
+
+
 def create_s3(url: str) -> S3Store:
     return S3Store("b", endpoint=url, access_key_id="k", secret_access_key="s", read_timeout=TIMEOUT_SECONDS, attempts=1)
 
@@ -69,8 +80,13 @@ CALLS: dict[str, Callable[[str], object]] = {
     "Daytona toolbox": lambda url: (
         daytona._Clients(configure(url)).toolbox_connections.request("GET", url, _request_timeout=TIMEOUT_SECONDS).read()
     ),
+    "LangSmith": lambda url: call_langsmith(url),
+    "Runloop": lambda url: runloop._create_client(configure(url)).devboxes.retrieve("x", timeout=TIMEOUT_SECONDS),
 }
-ERRORS = (StoreError, requests.RequestException, urllib3.exceptions.HTTPError, daytona.ApiException, daytona.ToolboxException)
+ERRORS = (
+    StoreError, requests.RequestException, urllib3.exceptions.HTTPError, daytona.ApiException, daytona.ToolboxException,
+    httpx2.HTTPError, SandboxClientError, APIError,
+)  # fmt: skip
 
 
 def configure(url: str) -> RemoteConfiguration:

@@ -28,7 +28,7 @@ class HourParts:
             self._rate_starts[provider].append(start)
 
     def find_start(self, provider: str, began: datetime, ended: datetime) -> datetime | None:
-        """Return the start of the part that contains a time range, or None if no part contains all of it."""
+        """Return the start of the part that contains a whole time range, or None."""
         start = start_of_hour(began)
         end, starts = start + HOUR, self._rate_starts.get(provider, [])
         following = bisect_right(starts, began)

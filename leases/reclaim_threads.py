@@ -37,7 +37,7 @@ class ReclaimThreads:
     def start(self, lease: Lease, *, on_remaining: Callable[[], object]) -> bool:
         """Reclaim an ended lease in a thread.
 
-        Return False, without a thread, at the maximum, at the agent's share of it, and while the process shuts down.
+        Return False, without a thread, at the maximum of threads, at the agent's share, and while the process shuts down.
 
         The thread calls `on_remaining` if a sandbox of the lease is still due afterwards."""
         permits, shares = self._permits, self._shares

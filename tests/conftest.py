@@ -58,7 +58,7 @@ def die(*args: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that use the database, and those that exist because of it. Require marks with their reasons.
+    """Mark tests that use the database, and those that exist because of PostgreSQL. Require marks with their reasons.
 
     The parts of the suite select by these marks (tests/lanes/table.py)."""
     for item in items:

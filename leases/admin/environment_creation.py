@@ -80,7 +80,7 @@ def _create(
 
 CREATE_ENVIRONMENT_ACTION = CreateAction(
     title="Create environment",
-    description="Its agents can then acquire leases in it. Nothing changes if it exists with these values.",
+    description="Agents can then acquire leases in the environment. Nothing changes if it exists with these values.",
     done="created",
     existing="the environment exists with these values",
     verb=_create,

@@ -111,7 +111,7 @@ class EnvironmentJoinView(ApiView):
     def post(self, request: ApiRequest, environment_id: str) -> HttpResponse:
         """Acquire a lease like `POST /leases`, and start its sandbox with /workspace/config.json.
 
-        The response is sent once the sandbox is ready. A pre-warmed sandbox gets its files with the first operation in it. The
+        The response is sent once the sandbox is ready. A pre-warmed sandbox gets its files with its first operation. The
         lease is granted together with its place. A request that is answered with an error leaves no new lease."""
         data = self.validate_body(JOIN_SERIALIZER)
         data["environment_id"] = validate_url_value(ACQUIRE_SERIALIZER, "environment_id", environment_id)

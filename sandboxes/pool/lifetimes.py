@@ -1,4 +1,4 @@
-"""Vendor lifetimes: a vendor may end every sandbox at a fixed age, also while a command runs in it. A cluster announces shortly
+"""Vendor lifetimes: a vendor may end every sandbox at a fixed age, also while a command runs. A cluster announces shortly
 before that it ends a sandbox, when a node is drained.
 
 The state of such a sandbox is stored, and the sandbox put to sleep, before that. Its next use wakes it in a new sandbox of the

@@ -47,7 +47,7 @@ def close_abandoned_run(run: Run, *, now: datetime) -> str:
             note=note if run.released else "",
             actor="sweep",
         )
-        if not run.has_recorder:  # a recorder may not have read all of it
+        if not run.has_recorder:  # a recorder may still read the output
             registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
     else:
         if run.released and not run.note:

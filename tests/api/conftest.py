@@ -236,7 +236,7 @@ def read_rows() -> dict[str, Any]:
 def assert_refused(
     api: ApiClient, method: str, path: str, body: Any, status: int, field: str | None = None, **headers: str
 ) -> dict[str, Any]:
-    """Assert that the response is a problem document with this status and field, or an item in it, and that no row changed."""
+    """Assert that the response is a problem document with this status and field or item, and that no row changed."""
     before = read_rows()
     response = api(method, path, body, **({"idempotency_key": "k1"} | headers))
     problem: dict[str, Any] = response.json()

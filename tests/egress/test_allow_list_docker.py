@@ -177,7 +177,7 @@ def test_a_sandbox_without_an_allow_list_has_no_proxy_variables(
 
 
 def test_another_server_name_in_the_tunnel_is_refused(box: LeasedSandbox, upstream: Upstream, certificates: TlsFiles) -> None:
-    """curl asks for a tunnel to the listed name, and speaks to another site of the same server in it."""
+    """curl asks for a tunnel to the listed name, through which it speaks to another site of the same server."""
     where = f"{OTHER_DOMAIN}:{upstream.port}:{DOMAIN}:{upstream.port}"
     code, output = curl(box, certificates, f"https://{OTHER_DOMAIN}:{upstream.port}/hello.txt", "--connect-to", where)
     assert code == 35, output

@@ -1,4 +1,4 @@
-"""One mutant: a small defect, and the tests that are expected to fail because of it."""
+"""Mutant: a small defect, and the tests that are expected to detect the defect."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

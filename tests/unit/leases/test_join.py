@@ -24,7 +24,7 @@ WAITS = [None, timedelta(0)]
 
 
 def claim_silent_sandbox(pool: Pool, memory: MemoryProvider) -> None:
-    """Let the next join claim a pre-warmed sandbox that does not respond, and therefore run an operation in it."""
+    """Let the next join claim a pre-warmed sandbox that does not respond, which the join finds out by an operation."""
     update_pool(pool, warm_target=1)
     passes.warm_pools(now=NOW)
     memory.silent.add(Sandbox.objects.get().ref)

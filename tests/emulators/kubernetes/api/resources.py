@@ -113,7 +113,7 @@ def build_openapi_index(resources: tuple[Resource, ...]) -> dict[str, Any]:
 
 
 def build_openapi(resources: tuple[Resource, ...], group: str, version: str) -> dict[str, Any]:
-    """Return a document that only declares server-side field validation, which is what kubectl looks for in it."""
+    """Return a document that only declares server-side field validation, the part that kubectl reads."""
     paths = {}
     for resource in resources:
         if (resource.group, resource.version) != (group, version):

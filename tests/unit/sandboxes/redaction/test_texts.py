@@ -165,7 +165,7 @@ def test_the_words_of_a_cluster_about_an_ended_pod_are_redacted_and_omitted_for_
 
 
 def check_texts(message: str) -> None:
-    """Assert that an operator reads the answer without the key, and an agent where it came from and nothing of it."""
+    """Assert that an operator reads the answer without the key, and an agent the origin of the answer but none of its text."""
     assert KEY not in message and "db-7.internal" in message
     shown = omit_answers(message)
     assert shown and not any(word in shown for word in ("debug page", "Authorization", "db-7.internal", "*"))

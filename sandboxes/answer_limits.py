@@ -8,6 +8,8 @@ network stream of httpcore for those on httpx."""
 import http.client
 import io
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,12 +21,35 @@ MIN_BYTES_PER_SECOND = 16 << 10
 UNLIMITED_BYTES = 1 << 62
 
 
+class _AnswerTime:
+    """Time and bytes of the reads of one answer."""
+
+    def __init__(self) -> None:
+        self.received, self._waited = 0, 0.0
+
+    def compute_remaining(self, timeout: float) -> float:
+        """Return the seconds for the next read. Raise TimeoutError if the time of the answer is over."""
+        allowed = timeout + self.received / MIN_BYTES_PER_SECOND
+        if self._waited >= allowed:
+            raise TimeoutError(f"the answer is not complete after {allowed:.0f} s")
+        return min(allowed - self._waited, timeout)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of a read. The time of the reader between two reads does not count."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited += time.monotonic() - started
+
+
 class _LimitedReader(io.RawIOBase):
     """Reader of a connection within the limits of its answer."""
 
     def __init__(self, raw: Any, connection: Any, max_bytes: int) -> None:
         self._raw, self._socket, self._max_bytes = raw, connection, max_bytes
-        self._timeout, self._waited, self._received = connection.gettimeout(), 0.0, 0
+        self._timeout, self._time = connection.gettimeout(), _AnswerTime()
 
     def readable(self) -> bool:
         return True
@@ -32,21 +57,17 @@ class _LimitedReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         if self._timeout is None:
             return self._count(self._raw.readinto(buffer))
-        allowed = self._timeout + self._received / MIN_BYTES_PER_SECOND
-        if self._waited >= allowed:
-            raise TimeoutError(f"the answer is not complete after {allowed:.0f} s")
-        self._socket.settimeout(min(allowed - self._waited, self._timeout))
-        started = time.monotonic()
+        self._socket.settimeout(self._time.compute_remaining(self._timeout))
         try:
-            return self._count(self._raw.readinto(buffer))
+            with self._time.waiting():
+                return self._count(self._raw.readinto(buffer))
         finally:
-            self._waited += time.monotonic() - started  # the time of the reader between two calls does not count
             if self._socket.fileno() >= 0:
                 self._socket.settimeout(self._timeout)
 
     def _count(self, size: int | None) -> int | None:
-        self._received += size or 0
-        if self._received > self._max_bytes:
+        self._time.received += size or 0
+        if self._time.received > self._max_bytes:
             raise OSError(f"the answer is larger than {self._max_bytes} bytes")
         return size
 
@@ -109,23 +130,22 @@ class _LimitedStream:
     """Network stream of httpcore within the time of its answer, which begins after the last byte of the request."""
 
     def __init__(self, stream: Any, timeout_error: type[Exception]) -> None:
-        self._stream, self._timeout_error = stream, timeout_error
-        self._waited, self._received = 0.0, 0
+        self._stream, self._timeout_error, self._time = stream, timeout_error, _AnswerTime()
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         if timeout is None:
             return bytes(self._stream.read(max_bytes, timeout))
-        allowed = timeout + self._received / MIN_BYTES_PER_SECOND
-        if self._waited >= allowed:
-            raise self._timeout_error(f"the answer is not complete after {allowed:.0f} s")
-        started = time.monotonic()
-        content = bytes(self._stream.read(max_bytes, min(allowed - self._waited, timeout)))
-        self._waited += time.monotonic() - started
-        self._received += len(content)
+        try:
+            remaining = self._time.compute_remaining(timeout)
+        except TimeoutError as late:
+            raise self._timeout_error(str(late)) from None
+        with self._time.waiting():
+            content = bytes(self._stream.read(max_bytes, remaining))
+        self._time.received += len(content)
         return content
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._waited, self._received = 0.0, 0
+        self._time = _AnswerTime()
         self._stream.write(buffer, timeout)
 
     def start_tls(self, *args: Any, **options: Any) -> "_LimitedStream":

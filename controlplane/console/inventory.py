@@ -273,7 +273,7 @@ class AdoptForm(ReasonForm):
     lease = forms.CharField(
         required=False, max_length=40, label="Lease that gets its files",
         widget=UnfoldAdminTextInputWidget({"autocomplete": "off"}),
-        help_text="Id of an active lease: its snapshots include /workspace then, for a restore. Empty: not stored.",
+        help_text="Id of an active lease, which gets /workspace as a snapshot that can be restored. Empty: not stored.",
     )  # fmt: skip
 
     def __init__(self, *args: Any, provider: str, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """An engine that is stopped gracefully during a command, as by each upgrade of its package, and is started again."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -10,7 +10,6 @@ from django.utils import timezone
 
 from leases import execution, sweeps
 from leases.models import Lease
-from sandboxes import providers
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.models import Pool, Run
 from sandboxes.providers.base import SandboxSpec
@@ -21,21 +20,10 @@ from sandboxes.runs.operations import Command
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.support.leases import get_sandbox, read, write
 from tests.support.sandbox_agent import Gateway
-from tests.support.servers.engines import PrivateEngine, private_engine
+from tests.support.servers.engines import PrivateEngine
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db, pytest.mark.matrix("a private engine, which stops its containers")]
-
-
-@pytest.fixture
-def engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateEngine]:
-    """Engine with the default of Docker: no container survives a stop of its daemon."""
-    directory = tmp_path_factory.mktemp("engine")
-    with private_engine(directory / "data", images=(DOCKER_IMAGE,)) as engine:
-        monkeypatch.setenv("DOCKER_HOST", engine.url)
-        providers._create_provider.cache_clear()
-        yield engine
-    providers._create_provider.cache_clear()
 
 
 def test_command_during_a_graceful_stop_of_the_engine_is_unknown_and_its_lease_goes_on(

@@ -21,12 +21,10 @@ from django.utils import timezone
 
 from leases import leasing, sweeps
 from leases.models import Lease
-from sandboxes import providers
 from sandboxes.errors import StartsPaused
 from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.pool import allocation
-from tests.conftest import DOCKER_IMAGE
-from tests.support.servers.engines import PrivateEngine, private_engine
+from tests.support.servers.engines import PrivateEngine
 from tests.support.waiting import wait_until
 from tests.unit.sandboxes.remote import test_fault_histories as remote_histories
 
@@ -75,7 +73,7 @@ class History(remote_histories.History):
         finally:
             ended.set()
             thread.join()
-            if self.engine._daemon is None:
+            if not self.engine.is_running:
                 self.engine.start()
 
     def _stop_container(self, agent: str, stop: str, ended: threading.Event) -> None:
@@ -117,16 +115,6 @@ class History(remote_histories.History):
         with self.crashing():
             self.random.choice(operations)(self.random.choice(remote_histories.AGENTS))
         self.now += timedelta(minutes=self.random.choice([0, 1, 5, 20]))
-
-
-@pytest.fixture
-def engine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateEngine]:
-    directory = tmp_path_factory.mktemp("engine")
-    with private_engine(directory / "data", images=(DOCKER_IMAGE,)) as engine:
-        monkeypatch.setenv("DOCKER_HOST", engine.url)
-        providers._create_provider.cache_clear()
-        yield engine
-    providers._create_provider.cache_clear()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -108,6 +108,10 @@ class PrivateEngine:
         self._holder: subprocess.Popen[bytes] | None = None  # keeps the namespaces while no daemon runs
         self._daemon: subprocess.Popen[bytes] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._daemon is not None
+
     def start(self) -> None:
         """Start the daemon, for the first time or after `kill` or `crash`, and wait until it responds."""
         assert self._daemon is None, "the daemon is running"

@@ -23,7 +23,7 @@ from sandboxes.models import ModelRate, Pool, Sandbox
 from sandboxes.pool import intervals, lifetimes
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import abandoned
-from sandboxes.state import data_sync, pruning, vendor_snapshots
+from sandboxes.state import data_sync, pruning, run_outputs, vendor_snapshots
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import agent_restarts, measurements, passes, reconciliation, seal_checks
 from sandboxes.templates import builds
@@ -98,6 +98,10 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "delete outdated object": lambda now: data_sync.find_outdated_objects()[:MAX_LISTED],
         "delete unreferenced object": _iter_unreferenced_keys,
         "delete vendor's snapshot": lambda now: vendor_snapshots.find_unneeded(now=now)[:MAX_LISTED],
+    },
+    "outputs": {
+        "move output of run": lambda now: run_outputs.find_movable(now=now).defer("stdout", "stderr")[:MAX_LISTED],
+        "delete outdated object": lambda now: run_outputs.find_outdated_objects()[:MAX_LISTED],
     },
     "retention": {"delete": _iter_expired_rows},
     "collect": {

@@ -25,7 +25,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import Host
 from sandboxes.pool import lifetimes
 from sandboxes.queue_threads import MAX_THREADS_PER_NAME, StillRunning, run_in_work_thread
-from sandboxes.state import pruning
+from sandboxes.state import pruning, run_outputs
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.sweeps import agent_restarts, end_watch, installation, measurements, passes, seal_checks
 from sandboxes.sweeps.heartbeat import record_heartbeats
@@ -105,6 +105,7 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "weigh":     ScheduledSweep(60, "measure the size of mounted /data",                    pruning.measure_mounted),
     "read":      ScheduledSweep(5,  "record CPU and memory readings of sandboxes",          measurements.record_readings),
     "prune":     ScheduledSweep(60, "delete unreferenced and expired objects in the store", leases.prune),
+    "outputs":   ScheduledSweep(10, "move large outputs of ended runs to the store",        run_outputs.move_large_outputs),
     "retention": ScheduledSweep(5,  "delete rows past their retention",                     retention.delete_expired),
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
@@ -129,6 +130,7 @@ DESTRUCTIVE_SWEEPS = frozenset(
         "warm",
         "reconcile",
         "prune",
+        "outputs",
         "retention",
         "budgets",
         "pull_requests",

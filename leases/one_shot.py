@@ -45,6 +45,7 @@ from sandboxes.providers.errors import ProviderError, Rejected
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from sandboxes.state import directories
+from sandboxes.state.run_outputs import load_output
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
@@ -181,12 +182,13 @@ def load_result(lease: Lease) -> OneShotResult:
     )
     if run is None:
         return stored
+    output = load_output(run)
     return replace(
         stored,
         exit_code=run.exit_code,
-        stdout=bytes(run.stdout),
-        stderr=bytes(run.stderr),
-        truncated=run.truncated or run.stdout_bytes > len(run.stdout) or run.stderr_bytes > len(run.stderr),
+        stdout=output.stdout,
+        stderr=output.stderr,
+        truncated=run.truncated or run.stdout_bytes > len(output.stdout) or run.stderr_bytes > len(output.stderr),
         duration=run.duration,
         note=stored.note or run.note,
     )

@@ -27,6 +27,7 @@ from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Run, RunOutcome
 from sandboxes.redaction.texts import omit_answers
 from sandboxes.runs.operations import Command
+from sandboxes.state.run_outputs import load_output
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
@@ -208,9 +209,9 @@ def parse_action(run: Run) -> Action:
     if run.outcome == RunOutcome.OOM:
         return build_skip_action("The turn ran out of memory.")
     if run.outcome != RunOutcome.OK:
-        stderr = bytes(run.stderr).decode("utf-8", "replace").strip() or run.note
+        stderr = load_output(run).stderr.decode("utf-8", "replace").strip() or run.note
         return build_skip_action(f"The turn exited with code {run.exit_code}: {stderr or 'no output on stderr'}")
-    stdout = bytes(run.stdout)
+    stdout = load_output(run).stdout
     if len(stdout) > MAX_ACTION_BYTES or run.stdout_bytes > len(stdout) or run.truncated:
         return build_skip_action(f"The turn printed more than {MAX_ACTION_BYTES} bytes.")
     try:

@@ -27,7 +27,7 @@ from leases.api.base.fields import (
     StrictUUIDField,
     build_did_field,
     decode_input,
-    encode_output,
+    encode_streams,
     parse_encoding,
     seconds_to_timedelta,
 )
@@ -290,8 +290,7 @@ def serialize_one_shot_run(result: OneShotResult, encoding: str) -> dict[str, An
         "outcome": result.outcome,
         "failed_by": result.failed_by,
         "exit_code": result.exit_code,
-        "stdout": encode_output(result.stdout, encoding),
-        "stderr": encode_output(result.stderr, encoding),
+        **encode_streams(result, encoding),
         "truncated": result.truncated,
         "duration_seconds": result.duration.total_seconds() if result.duration is not None else None,
         "note": omit_answers(result.note),

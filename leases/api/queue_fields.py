@@ -6,13 +6,14 @@ from typing import Any
 
 from rest_framework import serializers
 
-from leases.api.base.fields import FailedByField, StrictBooleanField, StrictIntegerField, StrictSerializer, encode_output
+from leases.api.base.fields import FailedByField, StrictBooleanField, StrictIntegerField, StrictSerializer, encode_streams
 from leases.errors import InvalidRequest
 from leases.queue.models import QueuedRun, QueuedRunState
 from leases.queue.queue import QueueOptions, build_turn_result, classify, omit_error_answers
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.failed_by import FailedBy
 from sandboxes.models import Run
+from sandboxes.state.run_outputs import RunOutput, load_output
 
 MAX_PENDING_SECONDS = 7 * 24 * 3600
 QUEUE_FIELDS = ("priority", "repeatable", "max_attempts", "pending_timeout_seconds")
@@ -129,8 +130,5 @@ TIMESTAMPS = ("queued_at", "available_at", "expires_at", "started_at", "ended_at
 
 def serialize_queued_run_output(row: QueuedRun, encoding: str) -> dict[str, Any]:
     run = Run.objects.filter(pk=row.run_id).first()
-    return (
-        serialize_queued_run(row)
-        | build_turn_result(row)
-        | {name: encode_output(bytes(getattr(run, name)), encoding) if run else "" for name in ("stdout", "stderr")}
-    )
+    output = load_output(run) if run else RunOutput(b"", b"")
+    return serialize_queued_run(row) | build_turn_result(row) | encode_streams(output, encoding)

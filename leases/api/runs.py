@@ -23,7 +23,7 @@ from leases.api.base.fields import (
     StrictIntegerField,
     StrictSerializer,
     decode_input,
-    encode_output,
+    encode_streams,
     parse_encoding,
     seconds_to_timedelta,
 )
@@ -42,6 +42,7 @@ from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.redaction.texts import omit_answers
 from sandboxes.runs.operations import Command
+from sandboxes.state.run_outputs import get_stored_sizes, load_output
 
 MAX_EXEC_BODY_BYTES = 16 << 20  # mostly stdin
 
@@ -215,8 +216,7 @@ def serialize_exec_result(run: Run, result: ExecResult, encoding: str) -> dict[s
         "run_id": str(run.pk),
         "exit_code": result.exit_code,
         "failed_by": classify_run(run),
-        "stdout": encode_output(result.stdout, encoding),
-        "stderr": encode_output(result.stderr, encoding),
+        **encode_streams(result, encoding),
         "timed_out": result.timed_out,
         "oom": result.oom,
         "truncated": result.truncated,
@@ -231,10 +231,11 @@ def rebuild_exec_result(run: Run, encoding: str) -> dict[str, Any] | None:
     `duration_seconds` then includes the time until the end of the run was recorded."""
     if run.ended_at is None or run.outcome == RunOutcome.LOST or run.exit_code is None:
         return None
-    if (run.stdout_bytes, run.stderr_bytes) != (len(run.stdout), len(run.stderr)):
+    if (run.stdout_bytes, run.stderr_bytes) != get_stored_sizes(run):
         return None
+    output = load_output(run)
     return serialize_exec_result(run, ExecResult(
-        exit_code=run.exit_code, stdout=bytes(run.stdout), stderr=bytes(run.stderr), timed_out=run.timed_out, oom=run.oom,
+        exit_code=run.exit_code, stdout=output.stdout, stderr=output.stderr, timed_out=run.timed_out, oom=run.oom,
         truncated=run.truncated, duration=run.ended_at - run.started_at,
     ), encoding)  # fmt: skip
 
@@ -263,5 +264,4 @@ def serialize_run(run: Run) -> dict[str, Any]:
 
 
 def serialize_run_output(run: Run, encoding: str) -> dict[str, Any]:
-    output = {"stdout": encode_output(bytes(run.stdout), encoding), "stderr": encode_output(bytes(run.stderr), encoding)}
-    return serialize_run(run) | output
+    return serialize_run(run) | encode_streams(load_output(run), encoding)

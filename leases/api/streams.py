@@ -162,7 +162,7 @@ def build_stream_responses(*errors: int) -> dict[Any, Any]:
 
 
 def find_run(lease_id: UUID, run_id: UUID) -> Run:
-    run = Run.objects.select_related("sandbox__host").filter(pk=run_id, holder=lease_id).first()
+    run = Run.objects.select_related("sandbox__host", "stored_output__stored_in").filter(pk=run_id, holder=lease_id).first()
     if run is None:
         raise NotFound("The lease has no such run.")
     return run

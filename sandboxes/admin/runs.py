@@ -3,10 +3,11 @@
 from typing import Any
 from uuid import UUID
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db.models import Q
-from django.http import Http404, HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
 from django.utils import timezone
 from django.utils.html import format_html
@@ -32,6 +33,8 @@ from sandboxes.failed_by import classify_run
 from sandboxes.formatting import pluralize
 from sandboxes.models import Run, RunOutcome
 from sandboxes.pool_stats import STALLED_AFTER
+from sandboxes.state.run_outputs import RunOutput, load_output
+from sandboxes.storage.base import StoreError
 
 
 def format_run_duration(run: Run) -> str:
@@ -125,7 +128,7 @@ class RunAdmin(ReadOnlyModelAdmin):
                 ),
             ],
             "argv": format_command(row.argv),
-            "streams": [build_output_stream(row, "stderr"), build_output_stream(row, "stdout")],  # errors first
+            **build_output_context(row),
             "truncated": row.truncated,
         }
 
@@ -141,11 +144,14 @@ class RunAdmin(ReadOnlyModelAdmin):
         """Send the stored part of an output stream byte for byte, as an attachment: browsers must not render agent output."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        run = Run.objects.filter(pk=pk).first()
-        if run is None:
-            raise Http404
+        run = get_object_or_404(Run, pk=pk)
+        try:
+            output = load_output(run)
+        except StoreError as error:
+            messages.error(request, f"Download failed: {error}")
+            return HttpResponseRedirect(reverse("admin:sandboxes_run_change", args=[run.pk]))
         return HttpResponse(
-            bytes(getattr(run, name)),
+            getattr(output, name),
             content_type="text/plain; charset=utf-8",
             headers={
                 "Content-Disposition": f'attachment; filename="{run.pk}.{name}.txt"',
@@ -154,9 +160,18 @@ class RunAdmin(ReadOnlyModelAdmin):
         )
 
 
-def build_output_stream(run: Run, name: str) -> dict[str, Any]:
+def build_output_context(run: Run) -> dict[str, Any]:
+    """Build both output streams, or the error of the object store that has them."""
+    try:
+        output = load_output(run)
+    except StoreError as error:
+        return {"streams": [], "output_error": str(error)}
+    return {"streams": [build_output_stream(run, name, output) for name in ("stderr", "stdout")]}  # errors first
+
+
+def build_output_stream(run: Run, name: str, output: RunOutput) -> dict[str, Any]:
     """Build the text, size and download link of one output stream."""
-    stored, received = bytes(getattr(run, name)), getattr(run, f"{name}_bytes")
+    stored, received = getattr(output, name), getattr(run, f"{name}_bytes")
     size = pluralize(received, "byte", "bytes")
     return {
         "name": name,

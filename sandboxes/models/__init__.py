@@ -8,6 +8,7 @@ from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
+from sandboxes.models.outputs import OutputObject, StoredOutput
 from sandboxes.models.packs import PackAssignment, PackOrigin, PackVersion
 from sandboxes.models.placement import SkipReason
 from sandboxes.models.policies import Policy
@@ -60,6 +61,7 @@ __all__ = [
     "MintedToken",
     "ModelRate",
     "ObjectUpload",
+    "OutputObject",
     "PackAssignment",
     "PackOrigin",
     "PackVersion",
@@ -78,6 +80,7 @@ __all__ = [
     "SkipReason",
     "Snapshot",
     "StopReason",
+    "StoredOutput",
     "Sweep",
     "TemplateFailure",
     "TemplateState",

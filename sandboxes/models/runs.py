@@ -38,6 +38,12 @@ class StopReason(models.TextChoices):
 # A command that failed without an exit code was rejected before it began: it was not executed.
 NEVER_STARTED = Q(outcome=RunOutcome.FAILED, exit_code=None)
 RUN_KINDS = ("exec", "turn", "file", "process")
+LARGE_OUTPUT_BYTES = 8 << 10  # of a stream; a larger output leaves the row for the object store (sandboxes.state.run_outputs)
+HAS_LARGE_OUTPUT = Q(  # of an ended run, in its row
+    Q(stdout_bytes__gt=LARGE_OUTPUT_BYTES) | Q(stderr_bytes__gt=LARGE_OUTPUT_BYTES),
+    stdout__isnull=False,
+    ended_at__isnull=False,
+)
 
 
 class Run(models.Model):
@@ -72,8 +78,10 @@ class Run(models.Model):
     timed_out = models.BooleanField(default=False)
     oom = models.BooleanField(default=False)
     truncated = models.BooleanField(default=False, help_text="The output exceeded the limit of an exec.")
-    stdout = models.BinaryField(default=b"", help_text="First bytes, up to LEASEHOLD_RUN_OUTPUT_KEPT_BYTES.")
-    stderr = models.BinaryField(default=b"")
+    stdout = models.BinaryField(
+        default=b"", null=True, help_text="First bytes, up to LEASEHOLD_RUN_OUTPUT_KEPT_BYTES. NULL: moved to the object store."
+    )
+    stderr = models.BinaryField(default=b"", null=True)
     stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received; only the first are stored.")
     stderr_bytes = models.PositiveBigIntegerField(default=0)
     note = models.CharField(max_length=500, blank=True, help_text="Cause, if the exit code does not show it.")
@@ -109,6 +117,7 @@ class Run(models.Model):
             # Console lists of few among many. The usual run, an exec that succeeds, is in neither index.
             models.Index(fields=["-started_at", "-id"], condition=~Q(outcome__in=["ok", "open"]), name="run_not_ok"),
             models.Index(fields=["kind", "-started_at", "-id"], condition=~Q(kind="exec"), name="run_not_exec"),
+            models.Index(fields=["ended_at"], condition=HAS_LARGE_OUTPUT, name="run_large_output"),
         ]
 
     def __str__(self) -> str:

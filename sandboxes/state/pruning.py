@@ -18,7 +18,7 @@ from sandboxes.db.clock import clock_from
 from sandboxes.engine_turns import EngineTurns, list_by_engine
 from sandboxes.errors import DataFull
 from sandboxes.hosts import registry
-from sandboxes.models import Attachment, DataObject, Snapshot
+from sandboxes.models import Attachment, DataObject, OutputObject, Snapshot
 from sandboxes.models.state import AgentData, DataStorageMode, parse_key_timestamp
 from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.state import data_sync, mounts, storage_mode, uploads, vendor_snapshots
@@ -84,6 +84,7 @@ def remove_orphans(*, now: datetime, grace: timedelta = ORPHAN_GRACE) -> SweepRe
         ("outdated data", lambda: data_sync.remove_outdated_objects(data_sync.find_outdated_objects())),
         ("orphaned data", lambda: _remove_orphans(DATA_OBJECTS, cutoff)),
         ("orphaned snapshots", lambda: _remove_orphans(SNAPSHOT_OBJECTS, cutoff)),
+        ("orphaned outputs", lambda: _remove_orphans(OUTPUT_OBJECTS, cutoff)),
         ("local leftovers", lambda: _remove_local_copies(cutoff)),
         ("unfinished writes", lambda: get_store().sweep_leftovers(cutoff, find_kept=_find_kept_uploads)),
         ("vendors' snapshots", lambda: vendor_snapshots.remove_unneeded(now=now)),
@@ -116,7 +117,12 @@ SNAPSHOT_OBJECTS = ObjectCategory(
     re.compile(r"(snapshots/[^/]+/(\d{8}T\d{6}Z)-[0-9a-f]{32})/[a-z]+"),
     lambda keys: {*Snapshot.objects.filter(key__in=keys, forgotten_at__isnull=True).values_list("key", flat=True)},
 )
-OBJECT_CATEGORIES = (DATA_OBJECTS, SNAPSHOT_OBJECTS)
+OUTPUT_OBJECTS = ObjectCategory(
+    "outputs/",
+    re.compile(r"(outputs/(\d{8}T\d{6}Z)-[0-9a-f]{32})"),
+    lambda keys: {*OutputObject.objects.filter(key__in=keys).values_list("key", flat=True)},
+)
+OBJECT_CATEGORIES = (DATA_OBJECTS, SNAPSHOT_OBJECTS, OUTPUT_OBJECTS)
 LEASE_STORE_PATTERN = re.compile(r"stores/[^/]+/[0-9a-f]{32}/.+")  # artifacts; their size limit bounds the time of an upload
 UPLOAD_PATTERNS = (*(category.key_pattern for category in OBJECT_CATEGORIES), LEASE_STORE_PATTERN)
 

@@ -1,8 +1,8 @@
 """Output of one Run from a position, as long as its command runs, until the result is recorded.
 
 A position is a pair of byte offsets of stdout and stderr, so any process can continue from any position. The bytes come from
-the sandbox, which retains them for a while after the end (runs.retention), or else from the beginning stored in the Run's
-row."""
+the sandbox, which retains them for a while after the end (runs.retention), or else from the stored beginning
+(state.run_outputs)."""
 
 import time
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+import structlog
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error as DatabaseError
 
@@ -21,9 +22,12 @@ from sandboxes.models import Run
 from sandboxes.providers.command_results import OutputReader
 from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.runs.retention import REPLAY_SECONDS, has_sandbox
+from sandboxes.state.run_outputs import RunOutput, get_stored_sizes, load_output
+from sandboxes.storage.base import StoreError
 from sandboxes.streams import rows
 from sandboxes.streams.registry import StreamSlot
 
+log = structlog.get_logger(__name__)
 KEEP_ALIVE_SECONDS = 15.0  # without output; a client that has gone is noticed then
 # Between two looks at a sandbox that does not answer, or at a row. A command that starts is known to its sandbox within
 # milliseconds: the row is read only after some looks.
@@ -80,11 +84,12 @@ StreamItem = Output | Gap | KeepAlive | Ended
 
 
 class OutputUnreachable(Exception):
-    """The sandbox retains output that cannot be read now."""
+    """The sandbox, or the object store, has output that cannot be read now."""
 
 
 class RunReader:
-    """Iterator over the output of a Run. The last item is Ended, unless the stream had to end before (`slot`).
+    """Iterator over the output of a Run. The last item is Ended, unless the stream had to end before (`slot`), or the output is
+    in the object store, which cannot be read now.
 
     With `whole_characters`, a character in UTF-8 is not divided between two items of a stream. A recorder (`is_recorder`) gets
     the output of an ended command as long as the sandbox retains it, and OutputUnreachable in place of a Gap if the sandbox
@@ -109,12 +114,15 @@ class RunReader:
                 yield from self._wait()
                 continue
             if self._run.ended_at:
-                yield from self._read_row(is_last=True)
+                if (stored := self._load_stored()) is None:
+                    return
+                yield from self._read_stored(stored, is_last=True)
                 yield Ended(self._run, self.position)
                 return
             if self._pause_seconds >= ROW_PAUSE_SECONDS or not is_retained:
                 self._refresh()
-                yield from self._read_row(is_last=False)
+                if not self._run.ended_at and self._is_behind(self._run):
+                    yield from self._read_stored(load_output(self._run), is_last=False)
             if not self._run.ended_at:
                 yield from self._wait()
 
@@ -133,9 +141,9 @@ class RunReader:
         return not self._is_stored() and (self._is_recorder or database_time.now_without_query() - run.ended_at < REPLAY_PERIOD)
 
     def _is_stored(self) -> bool:
-        """Return whether the row of the ended Run has all output after the position."""
+        """Return whether all output of the ended Run after the position is stored."""
         run = self._run
-        return not self._is_behind(run) or (len(run.stdout), len(run.stderr)) == (run.stdout_bytes, run.stderr_bytes)
+        return not self._is_behind(run) or get_stored_sizes(run) == (run.stdout_bytes, run.stderr_bytes)
 
     def _is_retained(self) -> bool:
         """Return whether the sandbox has output of the ended Run that was not read. Raise OutputUnreachable."""
@@ -214,14 +222,28 @@ class RunReader:
         self.position, self._sent_at = self.position.advance(stream, len(content)), time.monotonic()
         return Output(stream, content, self.position)
 
-    def _read_row(self, *, is_last: bool) -> Iterator[StreamItem]:
+    def _load_stored(self) -> RunOutput | None:
+        """Return the stored output of the ended Run, nothing of it if the position is the end.
+
+        If the object store cannot be read now, return None, or raise OutputUnreachable to a recorder."""
+        if not self._is_behind(self._run):
+            return RunOutput(b"", b"")
+        try:
+            return load_output(self._run)
+        except StoreError as error:
+            if self._is_recorder:
+                raise OutputUnreachable(str(error)) from error
+            log.warning("stream interrupted", run=str(self._run.pk), error=str(error))
+            return None
+
+    def _read_stored(self, stored: RunOutput, *, is_last: bool) -> Iterator[StreamItem]:
         """Yield stored output after the position. If it `is_last`, also the gap between the stored and the received bytes."""
         self._incomplete = dict.fromkeys(STREAMS, b"")
         for stream in STREAMS:
             total, offset = getattr(self._run, f"{stream}_bytes"), getattr(self.position, stream)
             if total <= offset:
                 continue
-            content = bytes(getattr(self._run, stream))[offset:]
+            content = getattr(stored, stream)[offset:]
             yield from self._take(stream, content)
             if is_last:
                 yield from self._flush()

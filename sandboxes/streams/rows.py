@@ -17,7 +17,9 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="stream-rows")
 
 
 def fetch_run(run_id: UUID, *, with_output: bool) -> Run:
-    """Read a Run, without its stored output unless requested. Raise DatabaseError, Run.DoesNotExist."""
+    """Read a Run, without its stored output unless requested. Raise DatabaseError, Run.DoesNotExist.
+
+    Output that was moved to the object store is not read: `run_outputs.load_output` reads it without a query."""
     return _thread.submit(_fetch_run, run_id, with_output).result()
 
 
@@ -40,4 +42,5 @@ def _call(query: Callable[[], T]) -> T:
 def _fetch_run(run_id: UUID, with_output: bool) -> Run:
     close_old_connections()
     runs = Run.objects.select_related("sandbox__host")
-    return (runs if with_output else runs.defer("stdout", "stderr")).get(pk=run_id)
+    runs = runs.select_related("stored_output__stored_in") if with_output else runs.defer("stdout", "stderr")
+    return runs.get(pk=run_id)

@@ -25,7 +25,9 @@ from sandboxes.processes import ProcessSpec
 from sandboxes.providers.memory import MemoryProvider, ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
-from sandboxes.state import data_editing
+from sandboxes.state import data_editing, run_outputs
+from sandboxes.storage.base import StoreError
+from sandboxes.storage.memory import MemoryStore
 from sandboxes.stores import lease_stores
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -211,6 +213,19 @@ def test_output_is_downloaded_byte_for_byte_and_never_shown_as_a_page(viewer: Cl
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert Client().get(answer.wsgi_request.path).status_code == 302
     assert viewer.get(f"/admin/sandboxes/run/{lease.pk}/stdout/").status_code == 404
+
+
+def test_moved_output_is_shown_and_downloaded_or_the_page_says_why_not(
+    viewer: Client, lease: Lease, memory_store: MemoryStore
+) -> None:
+    row = run(lease, "echo", "x" * 10_000)
+    assert run_outputs.move_large_outputs(now=timezone.now() + timedelta(hours=2)).counts == {"outputs moved": 1}
+    assert "x" * 10_000 in fetch(viewer, row_url(row))
+    assert viewer.get(row_url(row, "stdout")).content == b"x" * 10_000 + b"\n"
+    with memory_store.fail("download", StoreError("memory", "download", "away")):
+        assert "The output cannot be read: memory: download: away" in fetch(viewer, row_url(row))
+        refused = viewer.get(row_url(row, "stdout"), follow=True)
+    assert "Download failed: memory: download: away" in refused.content.decode()
 
 
 # --- background processes -----------------------------------------------------------------------------------------

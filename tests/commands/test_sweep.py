@@ -27,7 +27,7 @@ pytestmark = pytest.mark.django_db
 NAMES = [
     "hosts", "seal", "mark", "expire", "stalled", "reclaim", "persist", "idle", "suspend", "lifetime", "intervals", "restart",
     "cold", "warm", "reconcile",
-    "recount", "measure", "weigh", "read", "prune", "retention", "collect", "meter", "budgets", "pull_requests",
+    "recount", "measure", "weigh", "read", "prune", "outputs", "retention", "collect", "meter", "budgets", "pull_requests",
     "records", "webhooks",
 ]  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_dry_run_lists_the_work_of_the_sweeps_and_changes_nothing(
         f"measure: would measure workspace of sandbox {Sandbox.objects.get(holder=used.pk).pk}",
         "weigh: nothing to do",
         f"read: would read sandbox {Sandbox.objects.get(holder=used.pk).pk}",
-        *(f"{name}: nothing to do" for name in ("prune", "retention", "collect")),
+        *(f"{name}: nothing to do" for name in ("prune", "outputs", "retention", "collect")),
         *[f"meter: would meter sandbox {pk}" for pk in Sandbox.objects.order_by("pk").values_list("pk", flat=True)],
         *(f"{name}: nothing to do" for name in ("budgets", "pull_requests", "records", "webhooks")),
     ]

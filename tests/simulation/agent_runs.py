@@ -13,6 +13,7 @@ from leases.agent_runs.models import AgentRun
 from leases.agent_runs.recorder import classify_state
 from sandboxes.models import Event, Run
 from sandboxes.models.webhooks import EventType
+from sandboxes.state.run_outputs import load_output
 from sandboxes.stores import lease_stores
 from tests.simulation.http_clients import ClientRequest, read_json
 from tests.simulation.ports import PROGRAM
@@ -96,7 +97,7 @@ def find_problem_of_messages(world: "World", row: AgentRun, run: Run) -> str:
     for sequence in range(1, row.message_count + 1):
         if recorded.get(sequence) != {printed[sequence - 1]}:
             return f"message {sequence} is recorded as {recorded.get(sequence)}, and was printed as {printed[sequence - 1]}"
-    available = bytes(run.stdout).count(b"\n")
+    available = load_output(run).stdout.count(b"\n")
     if row.message_count < available:
         return f"{row.message_count} messages were recorded, and {available} are in the output of the command"
     return ""

@@ -17,7 +17,7 @@ from billing.dates import start_of_hour
 from billing.models import CostRecord, UsageKind, UsageRecord
 from leases.models import IdempotentRequest, Lease, LeaseStatus, Turn
 from sandboxes.hosts.bound_provider import compute_host_id
-from sandboxes.models import DataObject, Pool, Quota, Run, Sandbox, Snapshot, Transition, TransitionReason
+from sandboxes.models import DataObject, OutputObject, Pool, Quota, Run, Sandbox, Snapshot, Transition, TransitionReason
 from sandboxes.models.state import DataFile
 from sandboxes.providers.base import DATA
 from sandboxes.state import workspace
@@ -56,7 +56,8 @@ def check_nothing_leaks(world: "World") -> None:
         world.promises.violate(5, f"{name} does not exist, but its row says so")
     recorded = {f"{key}/workspace" for key in Snapshot.objects.filter(forgotten_at=None).values_list("key", flat=True)}
     recorded |= set(DataObject.objects.values_list("key", flat=True))
-    stored = {key for key in world.store.values if key.startswith(("snapshots/", "agents/"))}
+    recorded |= set(OutputObject.objects.values_list("key", flat=True))
+    stored = {key for key in world.store.values if key.startswith(("snapshots/", "agents/", "outputs/"))}
     for key in sorted(recorded - stored):
         world.promises.violate(8, f"the object {key} of a row is missing in the store")
     for key in sorted(stored - recorded):

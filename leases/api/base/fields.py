@@ -5,7 +5,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from django.core.validators import RegexValidator
 from drf_spectacular.utils import extend_schema_field
@@ -218,6 +218,21 @@ def build_seconds_field(*, min_value: int = 1, **options: Any) -> StrictIntegerF
 
 def encode_output(output: bytes, encoding: str) -> str:
     return base64.b64encode(output).decode() if encoding == "base64" else output.decode("utf-8", "replace")
+
+
+class OutputStreams(Protocol):
+    """Output of a command, or its stored beginning."""
+
+    @property
+    def stdout(self) -> bytes: ...
+
+    @property
+    def stderr(self) -> bytes: ...
+
+
+def encode_streams(output: OutputStreams, encoding: str) -> dict[str, str]:
+    """Return the fields `stdout` and `stderr` of a document."""
+    return {"stdout": encode_output(output.stdout, encoding), "stderr": encode_output(output.stderr, encoding)}
 
 
 def decode_input(text: str, encoding: str, field: str) -> bytes:

@@ -4,7 +4,7 @@ from datetime import datetime, timedelta
 
 from leases import execution
 from leases.models import Lease
-from sandboxes.models import Run, Sandbox, Snapshot
+from sandboxes.models import OutputObject, Run, Sandbox, Snapshot
 from sandboxes.models.state import DataFile, DataObject
 from sandboxes.runs.operations import Command
 from sandboxes.state import pruning
@@ -37,4 +37,5 @@ def assert_nothing_left() -> None:
     assert {*DataObject.objects.values_list("pk", flat=True)} == {*referenced}
     snapshots = Snapshot.objects.filter(forgotten_at=None)
     assert {*get_store().list("snapshots/")} == {f"{snapshot.key}/workspace" for snapshot in snapshots}
+    assert {*get_store().list("outputs/")} == {*OutputObject.objects.values_list("key", flat=True)}
     assert not Run.objects.filter(ended_at=None).exists()

@@ -62,7 +62,7 @@ def test_no_batch_deletes_more_rows_by_a_cascade_than_a_row_has_by_design() -> N
     }
     # Deliveries go before their events, and coding tasks before their environments. The others are few for each row.
     assert cascading == {
-        "sandboxes.Delivery", "leases.CodingTask", "leases.Shell",
+        "sandboxes.Delivery", "sandboxes.StoredOutput", "leases.CodingTask", "leases.Shell",
         "leases.Participant", "leases.EnvironmentOutcome", "leases.EnvironmentSecret",
     }  # fmt: skip
 

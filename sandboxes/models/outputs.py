@@ -1,0 +1,38 @@
+"""Large outputs of ended runs, kept in the object store. The verbs are in sandboxes.state.run_outputs."""
+
+import uuid
+
+from django.db import models
+
+from sandboxes.models.runs import Run
+
+
+class OutputObject(models.Model):
+    """One object in the store with the outputs of several runs, one after the other."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    key = models.CharField(max_length=255, unique=True)
+    size_bytes = models.PositiveBigIntegerField()
+    at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.key
+
+
+class StoredOutput(models.Model):
+    """Place of one run's output in an object: the bytes of stdout from `offset` on, then those of stderr."""
+
+    run = models.OneToOneField(Run, on_delete=models.CASCADE, primary_key=True, related_name="stored_output")
+    stored_in = models.ForeignKey(OutputObject, on_delete=models.PROTECT, related_name="outputs")
+    offset = models.PositiveBigIntegerField(help_text="Bytes before stdout in the object.")
+    stdout_bytes = models.PositiveIntegerField()
+    stderr_bytes = models.PositiveIntegerField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"output of {self.run_id}"

@@ -18,11 +18,12 @@ from leases.identity_patterns import AUDIENCE_DESCRIPTION, AUDIENCE_PATTERN, NSI
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN, Lease
 from leases.patterns import require_match
 from leases.tasks import begin_reclaim
-from sandboxes.db.clock import format_timestamp
+from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.egress.authorization import sum_spend
 from sandboxes.identity.signing import DEFAULT_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME
 from sandboxes.mcp.content import ENCODINGS, decode_content, encode_content
 from sandboxes.mcp.tools import Schema, Tool
+from sandboxes.state.uploads import ContentUploads
 from sandboxes.stores.artifacts import Artifact
 from sandboxes.stores.lease_stores import LeaseStores, open_stores
 from sandboxes.stores.limits import MEDIA_TYPE_PATTERN, NAME_PATTERN, NAME_RULES
@@ -171,7 +172,9 @@ def _put_artifact(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> 
     except ValueError:
         raise InvalidRequest("content", "Not base64.") from None
     artifacts = _open_stores(lease).artifacts
-    artifact, replaced = artifacts.put(arguments["name"], BytesIO(content), media_type=media_type, now=now, actor=ACTOR)
+    artifact, replaced = artifacts.put(
+        arguments["name"], BytesIO(content), claims=ContentUploads(clock_from(now)), media_type=media_type, now=now, actor=ACTOR
+    )
     return _serialize_artifact(artifact) | {"replaced": replaced}
 
 

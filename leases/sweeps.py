@@ -21,7 +21,7 @@ from sandboxes.egress.allow_list import connections
 from sandboxes.hosts import queues, registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
 from sandboxes.pool import intervals
-from sandboxes.state import pruning, workspace
+from sandboxes.state import pruning, uploads, workspace
 from sandboxes.stores import lease_stores
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import lost_hosts, measurements, passes, reconciliation
@@ -265,7 +265,7 @@ def prune_stores(*, now: datetime) -> SweepResult:
         kept = Lease.objects.filter(Q(ended_at__isnull=True) | Q(ended_at__gt=now - settings.KEEP_STATE), pk__in=holders)
         return {*holders} - {*kept.values_list("pk", flat=True)}
 
-    pruned = lease_stores.prune_stores(now=now, find_ended=find_long_ended)
+    pruned = lease_stores.prune_stores(now=now, find_ended=find_long_ended, claims=uploads.ContentUploads(lambda: now))
     result = SweepResult(failures=pruned.failures)
     result.note("stored entries removed", pruned.count)
     result.note("bytes with them", pruned.size)

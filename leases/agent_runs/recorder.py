@@ -22,11 +22,12 @@ from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
 from leases.agent_runs.policy import AgentPolicy
 from leases.agent_runs.results import load_result
 from leases.failed_by import classify_agent_run
-from sandboxes.db.clock import Clock
+from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import retry_connection_errors
 from sandboxes.models import Run, RunOutcome, StopReason
 from sandboxes.models.webhooks import EventType
 from sandboxes.runs import retention
+from sandboxes.state.uploads import ContentUploads
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
 from sandboxes.stores.limits import DEFAULT_LIMITS
@@ -217,7 +218,9 @@ def store_message(
     if size > MAX_INLINE_BYTES:
         name = f"agent-run-{row.pk}-{sequence}.json"
         source = io.BytesIO(json.dumps(content).encode())
-        stores.artifacts.put(name, source, media_type="application/json", now=now, actor="agent run")
+        stores.artifacts.put(
+            name, source, claims=ContentUploads(clock_from(now)), media_type="application/json", now=now, actor="agent run"
+        )
         kind = content.get("type") if isinstance(content, dict) else "prompt"
         document["content"] = {"type": kind, "artifact": name, "bytes": size}
     stores.chat.append(document, now=now, actor="agent run")

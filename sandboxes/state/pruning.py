@@ -123,7 +123,7 @@ OUTPUT_OBJECTS = ObjectCategory(
     lambda keys: {*OutputObject.objects.filter(key__in=keys).values_list("key", flat=True)},
 )
 OBJECT_CATEGORIES = (DATA_OBJECTS, SNAPSHOT_OBJECTS, OUTPUT_OBJECTS)
-LEASE_STORE_PATTERN = re.compile(r"stores/[^/]+/[0-9a-f]{32}/.+")  # artifacts; their size limit bounds the time of an upload
+LEASE_STORE_PATTERN = re.compile(r"stores/[^/]+/[0-9a-f]{32}/.+")  # artifacts
 UPLOAD_PATTERNS = (*(category.key_pattern for category in OBJECT_CATEGORIES), LEASE_STORE_PATTERN)
 
 

@@ -7,12 +7,12 @@ and an upload whose claim was deleted is not recorded: a removed object never ge
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, BinaryIO
 
 import structlog
 from django.db import Error as DatabaseError
 
-from sandboxes.claims import CLAIM_TTL, Claim, get_held_claims, hold
+from sandboxes.claims import CLAIM_TTL, Claim, get_held_claims, hold, track_transfer
 from sandboxes.db.clock import Clock
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.state import DataObject, ObjectUpload
@@ -77,13 +77,33 @@ def _release(keys: Collection[str]) -> None:
 
 
 def end_claims(keys: Collection[str]) -> None:
-    """End the claims of stored objects, in the transaction that inserts their rows. Raise StoreError if a claim is lost."""
+    """End the claims of stored objects, in the transaction that inserts their rows. Raise StoreError if a claim is lost.
+
+    Objects whose entry is in the store end their claims after the entry is written."""
     keys = frozenset(keys)
     if ObjectUpload.objects.filter(pk__in=keys).delete()[0] != len(keys):
         raise _build_lost_error(keys)
     for claim in get_held_claims():
         if isinstance(claim, UploadClaim) and keys & claim.keys:
             claim.recorded |= keys & claim.keys
+
+
+class ContentUploads:
+    """Claims on the content of artifacts (sandboxes.stores.artifacts.ContentClaims)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    @contextmanager
+    def claim(self, key: str, source: BinaryIO) -> Iterator[BinaryIO]:
+        with claim_keys([key], clock=self._clock):
+            yield track_transfer(source)
+
+    def end(self, key: str) -> None:
+        end_claims([key])
+
+    def find(self, keys: Collection[str]) -> set[str]:
+        return find_claimed(keys)
 
 
 def insert_objects(objects: Collection[DataObject]) -> None:

@@ -1,17 +1,18 @@
 """Artifacts of a lease: files with a name and a media type.
 
-Write order: new content, index entry, removal of the old content. A crash leaves at worst content that is not in the index."""
+Write order: claim of the content's key, new content, index entry, end of the claim, removal of the old content. A crash leaves
+at worst content that is not in the index, which `prune` removes unless its key is claimed."""
 
 import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from sandboxes.storage.base import CHUNK_BYTES, KeyValueStore, StoreError, StoreRefused
 from sandboxes.storage.observed import DeleteRefused
@@ -36,6 +37,19 @@ from sandboxes.stores.limits import (
 # A replacement during a read can remove the listed version. It can also hide both versions: a directory listing that runs while
 # one file is added and another is removed may contain neither.
 MAX_READ_ATTEMPTS = 3
+
+
+class ContentClaims(Protocol):
+    """Claims on the keys of content that is being stored, however long that takes."""
+
+    def claim(self, key: str, source: BinaryIO) -> AbstractContextManager[BinaryIO]:
+        """Claim a key while the body stores the yielded file, whose reads extend the claim, and the index entry."""
+
+    def end(self, key: str) -> None:
+        """End a claim of this process. Raise StoreError if the claim was lost: the content may have been removed."""
+
+    def find(self, keys: Collection[str]) -> set[str]:
+        """Return those of the keys that are claimed."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +171,19 @@ class ArtifactStore:
         self.store, self.prefix, self.index, self.limits = store, f"{prefix}/content", index, limits
 
     def put(
-        self, name: str, source: BinaryIO, *, now: datetime, media_type: str = "application/octet-stream", actor: str = ""
+        self,
+        name: str,
+        source: BinaryIO,
+        *,
+        claims: ContentClaims,
+        now: datetime,
+        media_type: str = "application/octet-stream",
+        actor: str = "",
     ) -> tuple[Artifact, bool]:
         """Store the rest of a seekable file. Return the artifact, and whether it replaced an older one of the same name.
 
-        Of two concurrent calls the one with the later time wins. Raise StoreRefused for an invalid name, media type or size."""
+        Of two concurrent calls the one with the later time wins. Raise StoreRefused for an invalid name, media type or size,
+        and StoreError if the upload made no progress for so long that its claim was lost."""
         if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
             raise StoreRefused("stores", "put", f"an artifact's name has {NAME_RULES}", key=name)
         if not re.fullmatch(MEDIA_TYPE_PATTERN, media_type, re.ASCII):
@@ -171,8 +193,15 @@ class ArtifactStore:
         check_size("put", "artifact", size, self.limits.max_artifact_bytes)
         source.seek(start)
         artifact = Artifact(name, WRITER.stamp(now), size, media_type, digest, actor)
-        self.store.upload(self._content_key(artifact), source)
-        self.index.put(artifact)
+        key = self._content_key(artifact)
+        with claims.claim(key, source) as tracked:
+            self.store.upload(key, tracked)
+            self.index.put(artifact)
+            try:
+                claims.end(key)
+            except StoreError:
+                self.index.remove([artifact], now=now)
+                raise
         older = [version for version in self.index.versions(name) if version.stamp < artifact.stamp]
         with suppress(DeleteRefused):  # raised in observe mode; `prune` removes replaced versions later
             self._remove_versions(older, now=now)
@@ -218,25 +247,33 @@ class ArtifactStore:
         self._remove_versions(versions, now=now)
         return bool(versions)
 
-    def prune(self, bounds: RetentionBounds, *, now: datetime) -> PruneResult:
+    def prune(self, bounds: RetentionBounds, *, claims: ContentClaims, now: datetime) -> PruneResult:
         """Remove the oldest artifacts beyond the bounds, replaced versions, and content that crashes left outside the index."""
         versions = self.index.versions()
         current = {version.name: version for version in versions}
         oldest_first = sorted(current.values(), key=lambda version: version.stamp)
         surplus = oldest_first[: bounds.count_surplus([(version.stamp.at, version.size) for version in oldest_first])]
         removable = [version for version in versions if current[version.name] != version] + surplus
+        unreferenced = self._find_unreferenced(claims, before=now - ORPHAN_GRACE_PERIOD)
         self._remove_versions(removable, now=now)
-        referenced = {version.stamp for version in versions}
-        unreferenced = [
-            key
-            for key in self.store.list(f"{self.prefix}/")
-            if parse_stamped_key(key)[0] not in referenced and parse_stamped_key(key)[0].at < now - ORPHAN_GRACE_PERIOD
-        ]
         self.store.remove_many(unreferenced)
         self.index.compact_if_needed(now=now)
         return PruneResult.from_sizes(
             chain((version.size for version in removable), (parse_stamped_key(key)[1] for key in unreferenced))
         )
+
+    def _find_unreferenced(self, claims: ContentClaims, *, before: datetime) -> list[str]:
+        """Return the keys of content older than `before` that is neither claimed nor in the index.
+
+        The index is read after the claims, so that an entry written meanwhile is seen: a claim ends after its entry."""
+        stamps = {key: parse_stamped_key(key)[0] for key in self.store.list(f"{self.prefix}/")}
+        candidates = self._leave_out_referenced({key for key, stamp in stamps.items() if stamp.at < before}, stamps)
+        unclaimed = candidates - claims.find(candidates)
+        return sorted(self._leave_out_referenced(unclaimed, stamps))
+
+    def _leave_out_referenced(self, keys: set[str], stamps: Mapping[str, Stamp]) -> set[str]:
+        referenced = {version.stamp for version in self.index.versions()} if keys else set[Stamp]()
+        return {key for key in keys if stamps[key] not in referenced}
 
     def _find_versions(self, name: str) -> Sequence[ArtifactVersion]:
         if not re.fullmatch(NAME_PATTERN, name, re.ASCII):

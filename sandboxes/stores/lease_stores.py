@@ -33,7 +33,7 @@ from django.conf import settings
 
 from sandboxes import storage
 from sandboxes.storage.base import Entry, KeyValueStore, StoreError, StoreRefused
-from sandboxes.stores.artifacts import ArtifactStore, JournalArtifactIndex, KeyArtifactIndex
+from sandboxes.stores.artifacts import ArtifactStore, ContentClaims, JournalArtifactIndex, KeyArtifactIndex
 from sandboxes.stores.events import EventStore, JournalEventLog, KeyEventLog
 from sandboxes.stores.journal import Journal
 from sandboxes.stores.limits import (
@@ -134,7 +134,7 @@ class LeaseStores:
         self.sessions = SessionStore(store, f"{root}/sessions", limits)
         self.limits = limits
 
-    def prune(self, *, now: datetime) -> PruneResult:
+    def prune(self, *, claims: ContentClaims, now: datetime) -> PruneResult:
         """Remove the oldest entries above the limits of each store."""
         limits = self.limits
         events = RetentionBounds(max_count=limits.max_events, max_total_bytes=limits.max_total_event_bytes)
@@ -142,7 +142,7 @@ class LeaseStores:
         pruned = self.chat.prune(events) + self.audit.prune(events)
         return (
             pruned
-            + self.artifacts.prune(artifacts, now=now)
+            + self.artifacts.prune(artifacts, claims=claims, now=now)
             + self.sessions.prune(RetentionBounds(max_count=limits.max_sessions))
         )
 
@@ -152,7 +152,9 @@ def open_stores(did: str, lease: UUID) -> LeaseStores:
     return _open_stores(storage.get_store(), did, lease)
 
 
-def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collection[UUID]]) -> PruneResult:
+def prune_stores(
+    *, now: datetime, find_ended: Callable[[Sequence[UUID]], Collection[UUID]], claims: ContentClaims
+) -> PruneResult:
     """Remove the stores of ended leases, and the oldest entries above the limits from the stores of other leases.
 
     Lists all stores. `find_ended` takes a batch of leases and returns those whose stores are to be removed. A failure is
@@ -164,7 +166,7 @@ def prune_stores(*, now: datetime, find_ended: Callable[[Sequence[UUID]], Collec
                 store.remove_many([entry.key for entry in entries])
                 pruned += PruneResult.from_sizes(_entry_size(entry) for entry in entries)
             elif len(entries) > PRUNE_MIN_KEYS or sum(_entry_size(entry) for entry in entries) > PRUNE_MIN_BYTES:
-                pruned += _open_stores(store, did, lease).prune(now=now)
+                pruned += _open_stores(store, did, lease).prune(claims=claims, now=now)
         except StoreError as error:
             log.warning("prune failed", lease=str(lease), error=str(error))
             pruned.failures.append(f"{lease}: {error}")

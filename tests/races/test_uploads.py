@@ -1,5 +1,6 @@
 """The prune sweep at every step of an upload that takes hours, is given up, or dies."""
 
+import io
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -7,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from django.conf import settings
+from django.conf import LazySettings, settings
 from django.db import connection
 
 from leases.models import Lease
@@ -15,6 +16,7 @@ from sandboxes import claims, eviction
 from sandboxes.models import AgentData, DataEvent, DataObject, ObjectUpload, Snapshot
 from sandboxes.state import pruning, uploads
 from sandboxes.storage.base import StoreError
+from sandboxes.stores import lease_stores
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, read, run, write
 from tests.support.storage.slow_work import SlowStore, VirtualTime
@@ -103,6 +105,50 @@ def test_an_upload_whose_claim_ended_between_the_last_byte_and_the_row_records_n
     evict(lease, now=NOW + MINUTE)
     assert read(lease, now=NOW + 2 * MINUTE) == "kept"
     assert_nothing_left()
+
+
+@pytest.mark.parametrize("mode", ["standard", "journaled"])
+def test_an_artifact_stored_for_hours_survives_a_prune_before_each_piece_and_before_its_index_entry(
+    grant: Callable[..., Lease], store: SlowStore, time: VirtualTime, settings: LazySettings, mode: str
+) -> None:
+    settings.STORAGE_MODE = mode
+    lease = grant(ttl=24 * HOUR)
+    stores, claims = lease_stores.open_stores(lease.agent_did, lease.pk), uploads.ContentUploads(lambda: time.now)
+
+    def prune_artifacts() -> None:
+        prune(time.now)
+        assert stores.prune(claims=claims, now=time.now).failures == []
+
+    def advance() -> None:
+        time.advance()
+        prune_artifacts()
+
+    store.pace = advance
+    with store.after("upload", lambda key: prune_artifacts()):
+        stores.artifacts.put("report", io.BytesIO(b"x" * 20_000), claims=claims, now=NOW)
+    assert time.elapsed > HOUR and not ObjectUpload.objects.exists()
+    store.pace = lambda: None
+    target = io.BytesIO()
+    assert stores.artifacts.fetch("report", target) and target.getvalue() == b"x" * 20_000
+
+
+def test_an_artifact_whose_claim_ended_meanwhile_is_refused_and_can_be_put_again(
+    grant: Callable[..., Lease], store: SlowStore, time: VirtualTime
+) -> None:
+    lease = grant(ttl=24 * HOUR)
+    stores, claims = lease_stores.open_stores(lease.agent_did, lease.pk), uploads.ContentUploads(lambda: time.now)
+
+    def give_up(key: str) -> None:
+        later = NOW + 2 * HOUR
+        prune(later)
+        assert stores.prune(claims=claims, now=later).count == 1
+
+    with store.after("upload", give_up), pytest.raises(StoreError, match="made no progress"):
+        stores.artifacts.put("report", io.BytesIO(b"x"), claims=claims, now=NOW)
+    assert stores.artifacts.read("report") is None and not ObjectUpload.objects.exists()
+    stores.artifacts.put("report", io.BytesIO(b"y"), claims=claims, now=NOW + MINUTE)
+    target = io.BytesIO()
+    assert stores.artifacts.fetch("report", target) and target.getvalue() == b"y"
 
 
 def build_key() -> str:

@@ -18,7 +18,9 @@ from leases.api.base.parsers import StreamParser
 from leases.api.base.views import ApiRequest
 from leases.api.stores.base import StoreApiView, parse_name_cursor, validate_name
 from leases.errors import InvalidRequest
+from sandboxes.db import database_time
 from sandboxes.db.clock import format_timestamp
+from sandboxes.state.uploads import ContentUploads
 from sandboxes.stores.artifacts import Artifact
 from sandboxes.stores.limits import DEFAULT_LIMITS, MEDIA_TYPE_PATTERN
 
@@ -89,8 +91,9 @@ class ArtifactView(StoreApiView):
             stored, replaced = self.open_for_writing().artifacts.put(
                 validate_name(name),
                 content,  # type: ignore[arg-type]
+                claims=ContentUploads(database_time.now),
                 media_type=media_type,
-                now=self.now,
+                now=database_time.now(),  # the body may have taken long
                 actor=self.actor,
             )
         return Response(serialize_artifact(stored), status=200 if replaced else 201)

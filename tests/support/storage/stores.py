@@ -1,10 +1,12 @@
 """Calls of a key-value store that a test repeats for each method."""
 
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import BinaryIO
 
-from sandboxes.storage.base import KeyValueStore
+from sandboxes.storage.base import KeyValueStore, StoreError
 
 
 def keep_none(keys: Collection[str]) -> set[str]:
@@ -12,6 +14,30 @@ def keep_none(keys: Collection[str]) -> set[str]:
     return set()
 
 
+class MemoryClaims:
+    """Claims on content in the memory of the test."""
+
+    def __init__(self) -> None:
+        self.keys = set[str]()
+
+    @contextmanager
+    def claim(self, key: str, source: BinaryIO) -> Iterator[BinaryIO]:
+        self.keys.add(key)
+        try:
+            yield source
+        finally:
+            self.keys.discard(key)
+
+    def end(self, key: str) -> None:
+        if key not in self.keys:
+            raise StoreError("memory", "upload", "the claim is lost", key=key)
+        self.keys.remove(key)
+
+    def find(self, keys: Collection[str]) -> set[str]:
+        return self.keys & {*keys}
+
+
+CLAIMS = MemoryClaims()
 Call = Callable[[KeyValueStore, str], object]
 KEY_METHODS: dict[str, Call] = {
     "get": lambda store, key: store.get(key),

@@ -3,7 +3,7 @@
 import io
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from sandboxes.stores.events import EventStore
 from sandboxes.stores.lease_stores import PRUNE_MIN_KEYS, LeaseStores
 from sandboxes.stores.limits import ORPHAN_GRACE_PERIOD, PruneResult, RetentionBounds, StoreLimits, parse_stamped_key
 from tests.conftest import NOW, SimulatedCrash, die, run_in_threads
+from tests.support.storage.stores import CLAIMS, MemoryClaims
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 DID, LEASE = "did:plc:ada", UUID(int=7)
@@ -82,7 +83,7 @@ def test_event_is_stored_unchanged_and_separately(stores: LeaseStores, open_agai
 
 def test_leases_are_separate(stores: LeaseStores, open_again, now: datetime) -> None:
     stores.chat.append({"n": 1}, now=now)
-    stores.artifacts.put("a", io.BytesIO(b"1"), now=now)
+    stores.artifacts.put("a", io.BytesIO(b"1"), claims=CLAIMS, now=now)
     stores.sessions.put("s", {}, now=now)
     other = open_again(UUID(int=8))
     assert [other.chat.page(), other.artifacts.page(), other.sessions.page()] == [([], False)] * 3
@@ -164,7 +165,7 @@ def test_standard_mode_writes_no_event_or_artifact_key_twice(now: datetime) -> N
     stores = LeaseStores(store, DID, LEASE, journaled=False)
     for n in range(5):
         stores.chat.append({"n": n}, now=now)
-        stores.artifacts.put("same", io.BytesIO(b"%d" % n), now=now)
+        stores.artifacts.put("same", io.BytesIO(b"%d" % n), claims=CLAIMS, now=now)
     written = [key for method, key in store.calls if method in ("set", "upload")]
     assert len(written) == len({*written}) == 15
 
@@ -188,7 +189,7 @@ def test_prune_compacts_a_journal_of_many_segments() -> None:
 
 
 def put(stores: LeaseStores, name: str, content: bytes = b"content", **options: Any) -> Artifact:
-    return stores.artifacts.put(name, io.BytesIO(content), **{"now": NOW, **options})[0]
+    return stores.artifacts.put(name, io.BytesIO(content), **{"now": NOW, "claims": CLAIMS, **options})[0]
 
 
 def content(stores: LeaseStores, name: str) -> bytes | None:
@@ -203,7 +204,7 @@ def content_keys(store: KeyValueStore) -> list[str]:
 def test_artifact_is_stored_unchanged(stores: LeaseStores, open_again, now: datetime) -> None:
     source = io.BytesIO(b"skipped" + bytes(range(256)))
     source.seek(7)
-    stored, replaced = stores.artifacts.put("map.png", source, now=now, media_type="image/png", actor="key abc")
+    stored, replaced = stores.artifacts.put("map.png", source, claims=CLAIMS, now=now, media_type="image/png", actor="key abc")
     assert not replaced
     fields = (stored.name, stored.media_type, stored.size, stored.at, stored.actor)
     assert fields == ("map.png", "image/png", 256, now, "key abc")
@@ -215,7 +216,7 @@ def test_artifact_is_stored_unchanged(stores: LeaseStores, open_again, now: date
 def test_artifact_and_content_are_replaced(stores: LeaseStores, store: KeyValueStore, now: datetime) -> None:
     put(stores, "a", b"")
     assert content(stores, "a") == b""
-    assert stores.artifacts.put("a", io.BytesIO(b"newer"), now=now)[1]
+    assert stores.artifacts.put("a", io.BytesIO(b"newer"), claims=CLAIMS, now=now)[1]
     assert content(stores, "a") == b"newer"
     assert [artifact.size for artifact in stores.artifacts.page()[0]] == [5]
     assert [parse_stamped_key(key)[1] for key in content_keys(store)] == [5]
@@ -292,11 +293,12 @@ def test_prune_removes_the_oldest_artifacts(stores: LeaseStores, store: KeyValue
     for n in range(5):
         put(stores, f"a{n}", b"x" * 10, now=now + n * SECOND)
     put(stores, "a0", b"y" * 10, now=now + 9 * SECOND)  # now the newest version
-    assert stores.artifacts.prune(RetentionBounds(), now=now) == PruneResult()
-    assert stores.artifacts.prune(RetentionBounds(max_count=4, max_total_bytes=30), now=now) == PruneResult(2, 20)
+    assert stores.artifacts.prune(RetentionBounds(), claims=CLAIMS, now=now) == PruneResult()
+    bounds = RetentionBounds(max_count=4, max_total_bytes=30)
+    assert stores.artifacts.prune(bounds, claims=CLAIMS, now=now) == PruneResult(2, 20)
     assert [artifact.name for artifact in stores.artifacts.page()[0]] == ["a0", "a3", "a4"]
     assert len(content_keys(store)) == 3
-    assert stores.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), now=now) == PruneResult(1, 10)
+    assert stores.artifacts.prune(RetentionBounds(since=now + 4 * SECOND), claims=CLAIMS, now=now) == PruneResult(1, 10)
 
 
 @pytest.fixture
@@ -315,16 +317,56 @@ def test_put_crash_at_any_step_leaves_old_or_new_content(
     with getattr(memory_store, when)(method, die), pytest.raises(SimulatedCrash):
         put(hooked, "a", b"new", now=now + SECOND)
     assert content(hooked, "a") in (b"old", b"new")
-    hooked.artifacts.prune(RetentionBounds(), now=now + SECOND)
+    hooked.artifacts.prune(RetentionBounds(), claims=CLAIMS, now=now + SECOND)
     assert content(hooked, "a") in (b"old", b"new")
-    hooked.artifacts.prune(RetentionBounds(), now=now + ORPHAN_GRACE_PERIOD + 2 * SECOND)
+    hooked.artifacts.prune(RetentionBounds(), claims=CLAIMS, now=now + ORPHAN_GRACE_PERIOD + 2 * SECOND)
     assert [memory_store.values[key] for key in content_keys(memory_store)] == [content(hooked, "a")]
 
 
 def test_content_uploaded_before_its_index_entry_is_not_pruned(hooked: LeaseStores, memory_store, now: datetime) -> None:
-    with memory_store.after("upload", lambda key: hooked.artifacts.prune(RetentionBounds(max_count=0), now=now)):
+    with memory_store.after("upload", lambda key: hooked.artifacts.prune(RetentionBounds(max_count=0), claims=CLAIMS, now=now)):
         put(hooked, "a")
     assert content(hooked, "a") == b"content"
+
+
+def prune_late(stores: LeaseStores, claims: MemoryClaims = CLAIMS) -> None:
+    stores.artifacts.prune(RetentionBounds(), claims=claims, now=NOW + 2 * ORPHAN_GRACE_PERIOD)
+
+
+def test_content_whose_upload_took_longer_than_the_grace_period_is_not_pruned(hooked: LeaseStores, memory_store) -> None:
+    with memory_store.after("upload", lambda key: prune_late(hooked)):
+        put(hooked, "a")
+    assert content(hooked, "a") == b"content"
+
+
+def test_an_entry_written_between_the_claims_and_the_index_is_seen(hooked: LeaseStores, memory_store, mode: str) -> None:
+    class EndedClaims(MemoryClaims):
+        def find(self, keys: Collection[str]) -> set[str]:
+            [other.artifacts.index.put(entry) for entry in waiting]
+            return super().find(keys)
+
+    waiting: list[Artifact] = []
+    other = LeaseStores(memory_store, DID, LEASE, journaled=mode == "journaled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooked.artifacts.index, "put", waiting.append)
+        put(hooked, "a")
+    assert hooked.artifacts.read("a") is None and len(waiting) == 1
+    prune_late(hooked, EndedClaims())
+    assert content(hooked, "a") == b"content"
+
+
+def test_an_upload_whose_claim_was_lost_is_not_in_the_index(hooked: LeaseStores, memory_store) -> None:
+    put(hooked, "a", b"old")
+
+    def give_up(key: str) -> None:
+        CLAIMS.keys.clear()
+        prune_late(hooked)
+
+    with memory_store.after("upload", give_up), pytest.raises(StoreError, match="lost"):
+        put(hooked, "a", b"new", now=NOW + SECOND)
+    assert content(hooked, "a") == b"old"
+    put(hooked, "a", b"newer", now=NOW + 2 * SECOND)
+    assert content(hooked, "a") == b"newer" and len(content_keys(memory_store)) == 1
 
 
 def test_reads_contain_an_artifact_replaced_meanwhile(hooked: LeaseStores, memory_store: MemoryStore, now: datetime) -> None:
@@ -366,7 +408,7 @@ def test_compacted_artifact_journal_keeps_removals(now: datetime) -> None:
         put(stores, f"a{n % 10}", b"%d" % n, now=now + n * SECOND)
     stores.artifacts.remove("a3", now=now + HOUR)
     for later in (timedelta(0), 2 * HOUR, 4 * HOUR):
-        stores.artifacts.prune(RetentionBounds(), now=now + later)
+        stores.artifacts.prune(RetentionBounds(), claims=CLAIMS, now=now + later)
         for n in range(20):  # enough for another compaction
             put(stores, "b", b"%d" % n, now=now + HOUR + n * SECOND)
         names = {artifact.name: content(stores, artifact.name) for artifact in stores.artifacts.page()[0]}
@@ -450,9 +492,9 @@ def test_prune_removes_only_the_stores_of_ended_leases(configured_store: KeyValu
     for key in ("stores", "stores/x/y/z", "agents/did:plc:ada/x"):
         configured_store.set(key, b"no key of a lease")
     before = [*configured_store.list()]
-    assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}).count == len(ended_keys)
+    assert lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=lambda _: {leases[0]}).count == len(ended_keys)
     assert [*configured_store.list()] == [key for key in before if key not in ended_keys]
-    assert lease_stores.prune_stores(now=now, find_ended=lambda _: {leases[0]}) == PruneResult()
+    assert lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=lambda _: {leases[0]}) == PruneResult()
 
 
 def test_find_ended_is_called_in_batches(memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
@@ -465,7 +507,7 @@ def test_find_ended_is_called_in_batches(memory_store: MemoryStore, monkeypatch:
         batch_sizes.append(len(leases))
         return leases
 
-    assert lease_stores.prune_stores(now=now, find_ended=find_ended).count == 250
+    assert lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=find_ended).count == 250
     assert batch_sizes == [100, 100, 50]
     assert memory_store.is_empty()
 
@@ -474,11 +516,11 @@ def test_prune_enforces_the_limits_of_live_leases(configured_store: KeyValueStor
     stores = LeaseStores(configured_store, DID, LEASE, journaled=False, limits=SMALL_LIMITS)
     for n in range(PRUNE_MIN_KEYS):
         stores.sessions.put(f"s{n}", {}, now=now + n * SECOND)
-    assert lease_stores.prune_stores(now=now, find_ended=lambda _: []) == PruneResult()  # few and small: skipped
-    assert stores.prune(now=now).count == PRUNE_MIN_KEYS - 2
+    assert lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=lambda _: []) == PruneResult()  # few and small: skipped
+    assert stores.prune(claims=CLAIMS, now=now).count == PRUNE_MIN_KEYS - 2
     append_events(lease_stores.open_stores(DID, LEASE).chat, PRUNE_MIN_KEYS)
     put(lease_stores.open_stores(DID, LEASE), "large", b"x" * (1 << 20))
-    assert lease_stores.prune_stores(now=now, find_ended=lambda _: []) == PruneResult()  # inspected, and within its limits
+    assert lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=lambda _: []) == PruneResult()  # in its limits
     assert len(lease_stores.open_stores(DID, LEASE).chat.page(limit=100)[0]) == PRUNE_MIN_KEYS
 
 
@@ -489,10 +531,10 @@ def test_failing_lease_does_not_stop_the_prune(monkeypatch: pytest.MonkeyPatch, 
     for lease in leases:
         fill(lease)
     store.fail("remove", StoreError("memory", "remove", "away"), times=1)
-    pruned = lease_stores.prune_stores(now=now, find_ended=lambda leases: leases)
+    pruned = lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=lambda leases: leases)
     assert pruned.failures == [f"{leases[0]}: memory: remove: away"]
     assert not [key for key in store.list() if leases[1].hex in key]
-    assert lease_stores.prune_stores(now=now, find_ended=lambda leases: leases).failures == []
+    assert lease_stores.prune_stores(now=now, claims=CLAIMS, find_ended=lambda leases: leases).failures == []
     assert store.is_empty()
 
 

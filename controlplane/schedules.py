@@ -24,7 +24,7 @@ from sandboxes.egress.logs import collection
 from sandboxes.hosts import registry
 from sandboxes.models import Host
 from sandboxes.pool import lifetimes
-from sandboxes.queue_threads import MAX_THREADS_PER_NAME, StillRunning, run_in_work_thread
+from sandboxes.queue_threads import DETACHED, MAX_THREADS_PER_NAME, StillRunning, run_in_work_thread
 from sandboxes.state import pruning, run_outputs
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.sweeps import agent_restarts, end_watch, installation, measurements, passes, seal_checks
@@ -110,9 +110,9 @@ SCHEDULE: dict[str, ScheduledSweep] = {
     "collect":   ScheduledSweep(1,  "ingest egress logs, price model calls",                collection.collect_call_logs),
     "meter":     ScheduledSweep(1,  "derive usage records and cost records",                meter),
     "budgets":   ScheduledSweep(1,  "total budget spending, end leases over budget",        budget_enforcement.enforce_budgets),
-    "pull_requests": ScheduledSweep(1, "open and poll pull requests of coding tasks",       poll_pull_requests),
-    "records":   ScheduledSweep(1,  "create due AT Protocol records",                       create_due_records),
-    "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due),
+    "pull_requests": ScheduledSweep(1, "open and poll pull requests of coding tasks",       poll_pull_requests, DETACHED),
+    "records":   ScheduledSweep(1,  "create due AT Protocol records",                       create_due_records, DETACHED),
+    "webhooks":  ScheduledSweep(1,  "deliver due webhook events",                           delivery.deliver_due, DETACHED),
 }
 # fmt: on
 # Sweeps that destroy, suspend, restart, delete, end leases or notify: counted in observe mode.

@@ -22,7 +22,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
 from sandboxes.models import IN_FLIGHT_STATES, Host, ImageTemplate, Run, Sandbox, SandboxState, Snapshot
 from sandboxes.pool import allocation
-from sandboxes.queue_threads import StillRunning, run_in_work_thread
+from sandboxes.queue_threads import DETACHED, StillRunning, run_in_work_thread
 from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import passes
 from sandboxes.templates import builds
@@ -258,7 +258,7 @@ def build_template(template_id: str) -> str:
     if refusal := installation_marks.find_refusal():  # a sweep queues the build again
         return f"Refused: {refusal}"
     try:
-        return run_in_work_thread("build_template", build)
+        return run_in_work_thread("build_template", build, wait=DETACHED)
     except StillRunning as running:
         return str(running)
     except ImageTemplate.DoesNotExist:

@@ -22,7 +22,10 @@ from sandboxes.claims import Progress, hold
 from sandboxes.db.reusable_threads import ReusableThreads
 
 log = structlog.get_logger(__name__)
-TASK_WAIT = timedelta(seconds=60)  # shorter than the queue's timeout
+# For which a task waits for its work. All tasks share one or two threads of the queue: a sweep that waits for a slow engine or
+# vendor must not delay the others.
+TASK_WAIT = timedelta(seconds=5)
+DETACHED = timedelta(0)  # of work that waits for strangers' servers
 MAX_THREADS_PER_NAME = 4
 # A thread without progress for this long hangs. Longer than every timeout of a store's or an engine's client.
 HANG_TIMEOUT = timedelta(minutes=30)

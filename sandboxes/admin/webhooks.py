@@ -26,6 +26,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.deliveries import PENDING_FILTER, build_delivery_rows, render_webhook_state
+from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Webhook
 from sandboxes.models.webhooks import NOT_REMOVED, SUBSCRIBABLE_EVENT_TYPES
 from sandboxes.webhooks import delivery, outbox, subscriptions
@@ -231,6 +232,19 @@ class WebhookAdmin(ConsoleModelAdmin):
                     render_time_ago(row.last_at),
                     note=row.last_error or (f"HTTP {row.last_status}" if row.last_status else ""),
                     alarm=bool(row.last_error) and row.removed_at is None,
+                ),
+                *(
+                    [
+                        SummaryField(
+                            "Failing since",
+                            render_time_ago(row.failing_since),
+                            note=pluralize(row.failures, "failed attempt", "failed attempts")
+                            + format_time_until(row.retry_at, ", the next", ""),
+                            alarm=row.state == "active",
+                        )
+                    ]
+                    if row.failing_since
+                    else []
                 ),
                 SummaryField(
                     "Pending deliveries",

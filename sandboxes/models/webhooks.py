@@ -90,6 +90,13 @@ class Webhook(models.Model):
     last_status = models.PositiveSmallIntegerField(null=True, blank=True, editable=False)
     last_error = models.CharField(max_length=300, blank=True, editable=False)
     last_delivered_at = models.DateTimeField(null=True, blank=True, editable=False)
+    failures = models.PositiveIntegerField(
+        default=0, db_default=0, editable=False, help_text="Failed attempts since the last delivery."
+    )
+    failing_since = models.DateTimeField(null=True, blank=True, editable=False)
+    retry_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="No attempt before: the last one failed. Empty: at once."
+    )
     disabled_at = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Disabled after failing for too long, or by a 410 response."
     )

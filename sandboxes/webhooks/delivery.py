@@ -5,22 +5,28 @@ webhook-signature, the last one a list of "v1," plus the base64 of HMAC-SHA256 o
 secret. The id is the event's and stays the same over all attempts, so that receivers can drop duplicates."""
 
 import json
+import threading
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
+from typing import Any
 
 import structlog
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
+from django.db.models.functions import Coalesce
 
 from sandboxes import installation_marks
+from sandboxes.claims import note_progress
 from sandboxes.db import database_time, encryption
-from sandboxes.db.clock import clock_from, compute_backoff, format_timestamp
+from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
 from sandboxes.errors import WebhookTestFailed
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import ENABLED, NOT_REMOVED, Delivery, Event, EventType, Webhook
+from sandboxes.queue_threads import DETACHED, StillRunning, run_in_work_thread
 from sandboxes.sweep_log import SweepResult
-from sandboxes.webhooks import signatures, subscriptions
+from sandboxes.webhooks import outbox, signatures, subscriptions
 from sandboxes.webhooks.post_result import PostResult
 
 log = structlog.get_logger(__name__)
@@ -32,52 +38,141 @@ INITIAL_BACKOFF, MAX_BACKOFF = timedelta(seconds=5), timedelta(hours=6)  # betwe
 # of attempts matters if the worker was down for most of the window.
 RETRY_WINDOW = timedelta(days=3)
 MIN_ATTEMPTS = 10
+MAX_PROBE_INTERVAL = timedelta(minutes=10)  # between two attempts at a receiver that fails
 PASS_TIME_LIMIT = timedelta(seconds=30)  # of one call of deliver_due, after which no further attempt begins
+MAX_PARALLEL_ATTEMPTS = 64  # of one process, at most one for each webhook
+MAX_PROBES = 32  # of these, attempts at receivers whose last attempt failed
+LOOK_INTERVAL_SECONDS = 0.5  # between two looks for due webhooks while attempts are in progress
 HTTP_GONE = 410  # Standard Webhooks: the receiver asks to disable the webhook
 
 
-# --- the sweep ------------------------------------------------------------------------------------------------------
+# --- passes ---------------------------------------------------------------------------------------------------------
 
 
 def deliver_due(*, now: datetime) -> SweepResult:
-    """Attempt due deliveries for up to PASS_TIME_LIMIT.
+    """Attempt due deliveries for up to PASS_TIME_LIMIT, those of different webhooks in parallel.
 
-    The next attempt is the oldest due delivery of the webhook whose attempts have taken the least time in this pass, so that a
-    slow receiver does not delay the others. After a failed attempt a webhook is skipped until the next pass."""
+    One pass runs in a process at a time. A call during a pass makes that pass look again, and returns at once."""
     result, clock = SweepResult(), clock_from(now)
-    time_used: dict[uuid.UUID, timedelta] = {}
-    skipped: set[uuid.UUID] = set()
-    while (started := clock()) <= now + PASS_TIME_LIMIT:
-        due = [pk for pk in find_due_webhooks(now=started).values_list("pk", flat=True) if pk not in skipped]
-        if not due:
-            break
-        webhook = min(due, key=lambda pk: time_used.get(pk, timedelta(0)))
-        try:
-            outcome = deliver_next(webhook, now=started)
-        except Exception as failed:  # a bug that one event triggers must not stop the deliveries of the other webhooks
-            log.exception("delivery failed", webhook=str(webhook))
-            result.failures.append(f"{webhook}: {type(failed).__name__}: {failed}")
-            outcome = ""
-        time_used[webhook] = time_used.get(webhook, timedelta(0)) + clock() - started
-        if outcome:
-            result.note(outcome)
-        if outcome != "delivered":
-            skipped.add(webhook)
+    is_unfinished = False
+    if not RUNNING_PASS.begin():
+        return SweepResult({"left to the running pass": 1})
+    try:
+        while True:
+            is_unfinished = DeliveryPass(clock, until=now + PASS_TIME_LIMIT, result=result).run()
+            if RUNNING_PASS.end(wanted=not is_unfinished):
+                break
+    except BaseException:
+        RUNNING_PASS.end(wanted=False)
+        raise
+    if is_unfinished:
+        outbox.enqueue_delivery_task()
     return result
 
 
 def run_delivery_task() -> str:
-    """Deliver due events. Queue task that enqueue_event schedules."""
+    """Deliver due events in a thread of their own. Queue task that enqueue_event schedules."""
     if refusal := installation_marks.find_refusal():  # a copy of the database has the same events
         return f"Refused: {refusal}"
-    return str(deliver_due(now=database_time.now()))
+    RUNNING_PASS.request()
+    try:
+        return run_in_work_thread("deliveries", lambda: str(deliver_due(now=database_time.now())), wait=DETACHED)
+    except StillRunning as running:
+        return str(running)
+
+
+class RunningPass:
+    """State of the pass of this process, so that a request during a pass is neither lost nor starts a second pass."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_running, self._is_requested = threading.Lock(), False, False
+
+    def request(self) -> None:
+        """Make the running pass look again before it ends."""
+        with self._lock:
+            self._is_requested = True
+
+    def begin(self) -> bool:
+        """Begin a pass, or make the running one look again. Return whether the caller begins."""
+        with self._lock:
+            self._is_requested = self._is_running
+            begun, self._is_running = not self._is_running, True
+            return begun
+
+    def end(self, *, wanted: bool) -> bool:
+        """End the pass, unless a further look is `wanted` and was requested. Return whether the pass has ended."""
+        with self._lock:
+            self._is_running, self._is_requested = wanted and self._is_requested, False
+            return not self._is_running
+
+
+RUNNING_PASS = RunningPass()
+
+
+class DeliveryPass:
+    """One look at all due deliveries. This thread reads and writes the rows; threads without a database connection send.
+
+    A webhook has one attempt at a time. Webhooks that work come first, the longest not attempted before the others. Those whose
+    last attempt failed have at most MAX_PROBES attempts in progress: silent receivers never occupy all threads."""
+
+    def __init__(self, clock: Clock, *, until: datetime, result: SweepResult) -> None:
+        self._clock, self._until, self._result = clock, until, result
+        self._attempts: dict[Future[PostResult], Delivery] = {}
+        self._left_out: set[uuid.UUID] = set()  # until the next pass: another process delivers, or the rows cannot be written
+
+    def run(self) -> bool:
+        """Attempt deliveries until none is due. Return whether the time limit has left some."""
+        with ThreadPoolExecutor(MAX_PARALLEL_ATTEMPTS, thread_name_prefix="webhook") as senders:
+            while True:
+                is_over = self._clock() > self._until
+                if not is_over:
+                    self._begin_attempts(senders)
+                if not self._attempts:
+                    return is_over and bool(self._choose(now=self._clock()))
+                done, _ = wait(self._attempts, timeout=LOOK_INTERVAL_SECONDS, return_when=FIRST_COMPLETED)
+                note_progress()
+                for attempt in done:
+                    self._record(attempt, self._attempts.pop(attempt))
+
+    def _begin_attempts(self, senders: ThreadPoolExecutor) -> None:
+        now = self._clock()
+        for webhook in self._choose(now=now):
+            delivery = None
+            with self._result.catching(webhook):
+                delivery = claim_delivery(webhook, now=now)
+            if delivery is None:
+                self._result.note("lost race")
+                self._left_out.add(webhook)
+                continue
+            checkpoint("delivery claimed", delivery)
+            self._attempts[senders.submit(send_once, delivery, now=now)] = delivery
+
+    def _choose(self, *, now: datetime) -> list[uuid.UUID]:
+        """Return the webhooks whose next attempt begins now."""
+        attempted = [delivery.webhook for delivery in self._attempts.values()]
+        probes = MAX_PROBES - sum(webhook.failures > 0 for webhook in attempted)
+        due = find_due_webhooks(now=now).exclude(pk__in={*self._left_out, *(webhook.pk for webhook in attempted)})
+        working = [*due.filter(failures=0).values_list("pk", flat=True)[: MAX_PARALLEL_ATTEMPTS - len(attempted)]]
+        room = min(probes, MAX_PARALLEL_ATTEMPTS - len(attempted) - len(working))
+        return [*working, *due.filter(failures__gt=0).values_list("pk", flat=True)[: max(room, 0)]]
+
+    def _record(self, attempt: Future[PostResult], delivery: Delivery) -> None:
+        """Record a finished attempt. A bug that one event triggers must not stop the deliveries of the other webhooks."""
+        outcome = ""
+        with self._result.catching(delivery.webhook_id):
+            answer = attempt.result()
+            checkpoint("delivery answered", delivery)
+            outcome = record_result(delivery, answer, now=self._clock())
+            self._result.note(outcome)
+        if outcome in ("", "lost race"):
+            self._left_out.add(delivery.webhook_id)
 
 
 def find_due_webhooks(*, now: datetime) -> QuerySet[Webhook]:
-    """Return the enabled webhooks with a due delivery."""
-    return Webhook.objects.filter(ENABLED, Exists(find_due_deliveries(now=now).filter(webhook=OuterRef("pk")))).order_by(
-        "created_at", "pk"
-    )
+    """Return the enabled webhooks with a due delivery that may be attempted now, the longest not attempted first."""
+    due = Exists(find_due_deliveries(now=now).filter(webhook=OuterRef("pk")))
+    is_ready = Q(retry_at__isnull=True) | Q(retry_at__lte=now)
+    return Webhook.objects.filter(ENABLED, is_ready, due).order_by(F("last_at").asc(nulls_first=True), "created_at", "pk")
 
 
 def find_due_deliveries(*, now: datetime) -> QuerySet[Delivery]:
@@ -92,20 +187,6 @@ def find_deliverable(*, now: datetime) -> QuerySet[Delivery]:
 
 
 # --- one delivery ---------------------------------------------------------------------------------------------------
-
-
-def deliver_next(webhook: uuid.UUID, *, now: datetime) -> str:
-    """Attempt the oldest due delivery of a webhook.
-
-    Returns "delivered", "to be tried again", "given up", or "lost race" if another worker claimed the delivery."""
-    clock = clock_from(now)
-    delivery = claim_delivery(webhook, now=now)
-    if delivery is None:
-        return "lost race"
-    checkpoint("delivery claimed", delivery)
-    result = send_once(delivery, now=now)
-    checkpoint("delivery answered", delivery)
-    return record_result(delivery, result, now=clock())
 
 
 def claim_delivery(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
@@ -152,10 +233,11 @@ def build_headers(event_id: uuid.UUID, body: bytes, secrets: Sequence[bytes], *,
 
 
 def record_result(delivery: Delivery, result: PostResult, *, now: datetime) -> str:
-    """Record the result of an attempt. Returns the outcome, as deliver_next does; "lost race" if the claim is no longer valid.
+    """Record the result of an attempt. Return "delivered", "to be tried again" or "given up".
 
-    Disables the webhook after status 410, or if the delivery of a real event is abandoned and no other delivery has succeeded
-    within RETRY_WINDOW."""
+    Return "lost race" if the claim is no longer valid. After a failed attempt all deliveries of the webhook wait, at most
+    MAX_PROBE_INTERVAL: the next attempt is a probe. A webhook is disabled after status 410, or once all attempts of
+    RETRY_WINDOW have failed."""
     exhausted = delivery.tries >= MIN_ATTEMPTS and now >= delivery.asked_at + RETRY_WINDOW
     final = delivery.event.kind == EventType.TEST or exhausted
     attempt = {"last_status": result.status, "last_error": result.error[:300]}
@@ -164,21 +246,27 @@ def record_result(delivery: Delivery, result: PostResult, *, now: datetime) -> s
     elif final:
         changes = {"due_at": None, "given_up_at": now}
     else:
-        wait = max(
+        delay = max(
             compute_backoff(delivery.tries, initial=INITIAL_BACKOFF, maximum=MAX_BACKOFF), min(result.retry_after, MAX_BACKOFF)
         )
-        changes = {"due_at": now + wait}
+        changes = {"due_at": now + delay}
+    failures = delivery.webhook.failures + 1
+    health: dict[str, Any] = {"failures": 0, "failing_since": None, "retry_at": None, "last_delivered_at": now}
+    if result.error:
+        pause = compute_backoff(failures, initial=INITIAL_BACKOFF, maximum=MAX_PROBE_INTERVAL)
+        pause = max(pause, min(result.retry_after, MAX_BACKOFF))
+        health = {"failures": F("failures") + 1, "failing_since": Coalesce("failing_since", now), "retry_at": now + pause}
     with transaction.atomic(durable=True):
         # Updates the webhook before its delivery: `resume_webhook` and `remove_webhook` lock the rows in the same order.
         webhook = Webhook.objects.filter(pk=delivery.webhook_id)
-        webhook.update(last_at=now, **attempt, **({} if result.error else {"last_delivered_at": now}))
+        webhook.update(last_at=now, **attempt, **health)
         if not Delivery.objects.filter(pk=delivery.pk, claim=delivery.claim).update(claim=None, **changes, **attempt):
             transaction.set_rollback(True)
             return "lost race"
         if not result.error:
             return "delivered"
-        no_recent_success = Q(last_delivered_at__isnull=True) | Q(last_delivered_at__lte=now - RETRY_WINDOW)
-        failing = final and delivery.event.kind != EventType.TEST and webhook.filter(no_recent_success).exists()
+        is_failing = Q(failing_since__lte=now - RETRY_WINDOW, failures__gte=MIN_ATTEMPTS)
+        failing = delivery.event.kind != EventType.TEST and webhook.filter(is_failing).exists()
         disabled = (failing or result.status == HTTP_GONE) and webhook.filter(NOT_REMOVED, disabled_at__isnull=True).update(
             disabled_at=now
         )
@@ -218,5 +306,6 @@ def redeliver(pk: int, *, now: datetime, actor: str = "") -> bool:
         due_at=now, asked_at=now, tries=0, delivered_at=None, given_up_at=None
     )
     if scheduled:
+        Webhook.objects.filter(deliveries=pk).update(retry_at=None)
         log.info("redelivery scheduled", delivery=pk, actor=actor)
     return bool(scheduled)

@@ -60,7 +60,9 @@ def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
     Return False if the webhook was active already, or was removed."""
     stopped = Q(active=False) | Q(disabled_at__isnull=False)
     with transaction.atomic():
-        resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(active=True, disabled_at=None)
+        resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(
+            active=True, disabled_at=None, failures=0, failing_since=None, retry_at=None
+        )
         if resumed:
             pending = Delivery.objects.filter(webhook=pk, due_at__isnull=False)
             pending.update(asked_at=now)

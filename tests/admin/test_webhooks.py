@@ -135,6 +135,7 @@ def test_a_failed_delivery_is_sent_again(operator: Client, webhook: Webhook, rec
     receiver.status = 503
     for minutes in (0, 3 * 24 * 60):
         Delivery.objects.update(due_at=NOW, tries=delivering.MIN_ATTEMPTS - 1)
+        Webhook.objects.update(failures=delivering.MIN_ATTEMPTS - 1, retry_at=None)
         delivering.deliver_due(now=NOW + minutes * MINUTE)
     assert list_rows(operator, f"{DELIVERIES}?slice=given_up") == [delivery]
     assert list_rows(operator, f"{HOOKS}?slice=disabled") == [webhook]

@@ -14,6 +14,7 @@ from leases.atproto import accounts
 from sandboxes import agent_shares, installation_marks, sweep_log
 from sandboxes.agent_shares import MAX_PASSES_PER_AGENT, AgentShares
 from sandboxes.streams import events
+from sandboxes.webhooks import delivery
 
 # Module, name, and function that creates the value of a process that has just started.
 OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
@@ -25,6 +26,7 @@ OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
     (accounts, "_locks", dict),
     (events, "NEWEST_POSITION", events.NewestPosition),
     (command_threads, "_threads", set),
+    (delivery, "RUNNING_PASS", delivery.RunningPass),
 )
 
 

@@ -3,27 +3,32 @@
 import base64
 import io
 import logging
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.core.exceptions import ValidationError
 from django.core.management import call_command
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, connection, transaction
 from django.utils import timezone
 from django_q.models import OrmQ
 
 from leases import leasing
-from sandboxes import lifecycle
+from sandboxes import lifecycle, queue_threads
 from sandboxes.db import clock, encryption
 from sandboxes.errors import WebhookTestFailed
 from sandboxes.models import Delivery, Event, Webhook
+from sandboxes.sweep_log import SweepResult
 from sandboxes.webhooks import delivery as delivering
-from sandboxes.webhooks import outbox, subscriptions
+from sandboxes.webhooks import http_post, outbox, subscriptions
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.servers.receiver import WebhookReceiver, run_receiver, verify_signature
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
 DAY = timedelta(days=1)
@@ -46,6 +51,14 @@ def happen(number: int = 1, now=NOW) -> Event:
 
 def sweep(now=NOW) -> dict[str, int]:
     result = delivering.deliver_due(now=now)
+    assert not result.failures
+    return result.counts
+
+
+def sweep_elsewhere(now=NOW) -> dict[str, int]:
+    """Deliver as another process would, also during a pass of this one."""
+    result = SweepResult()
+    delivering.DeliveryPass(clock.clock_from(now), until=now + delivering.PASS_TIME_LIMIT, result=result).run()
     assert not result.failures
     return result.counts
 
@@ -233,26 +246,141 @@ def test_a_failing_webhook_does_not_delay_another(receiver: WebhookReceiver) -> 
         assert (len(broken.received), len(receiver.received)) == (1, 3)
 
 
-@pytest.mark.parametrize(("seconds", "slow_ones"), [(5, 3), (20, 2)])
-def test_a_slow_webhook_is_attempted_last_and_the_pass_ends(
-    receiver: WebhookReceiver, monkeypatch, seconds: int, slow_ones: int
-) -> None:
-    slow, _ = listen(receiver, path="/slow")
-    listen(receiver, path="/fast")
-    Webhook.objects.filter(pk=slow.pk).update(created_at=NOW - DAY)  # older, so first in the order
+def block_until(reached: Callable[[], bool], open_requests: list[int]) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Answer of a receiver that responds only once `reached`. The numbers of its open requests are appended."""
+    lock, state = threading.Lock(), SimpleNamespace(open=0)
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        with lock:
+            state.open += 1
+            open_requests.append(state.open)
+        is_reached = wait_quietly(reached)
+        with lock:
+            state.open -= 1
+        request.send_response(204 if is_reached else 500)
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+    return answer
+
+
+def wait_quietly(reached: Callable[[], bool]) -> bool:
+    """Wait shorter than the timeout of a delivery. Return whether the condition was reached."""
+    deadline = time.monotonic() + http_post.TIMEOUT_SECONDS / 2
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reached()
+
+
+def test_receivers_that_do_not_respond_delay_no_event_of_another(receiver: WebhookReceiver) -> None:
+    with run_receiver() as silent:
+        silent.answer = block_until(lambda: len(receiver.received) == 20, [])
+        for number in range(40):  # older than the webhook that works
+            listen(silent, path=f"/{number}")
+        listen(receiver)
+        for number in range(20):
+            happen(number)
+        assert sweep()["delivered"] == 41 * 20
+    assert Delivery.objects.filter(tries__gt=1).count() == 0
+
+
+def test_receivers_that_failed_before_do_not_occupy_all_threads(receiver: WebhookReceiver, monkeypatch) -> None:
+    monkeypatch.setattr(delivering, "MAX_PROBES", 3)
+    monkeypatch.setattr(delivering, "MAX_PARALLEL_ATTEMPTS", 4)
+    open_requests: list[int] = []
+    with run_receiver() as silent:
+        silent.answer = block_until(lambda: len(receiver.received) == 5 and max(open_requests) == 3, open_requests)
+        for number in range(8):
+            listen(silent, path=f"/{number}")
+        Webhook.objects.update(failures=4, failing_since=NOW - MINUTE, retry_at=NOW)
+        listen(receiver)
+        for number in range(5):
+            happen(number)
+        assert sweep()["delivered"] == 9 * 5
+    assert not Webhook.objects.exclude(failures=0, failing_since=None, retry_at=None).exists()
+
+
+def test_a_receiver_that_fails_is_probed_with_one_event_and_then_gets_all(receiver: WebhookReceiver, webhook) -> None:
+    for number in range(30):
+        happen(number)
+    receiver.status, when = 500, NOW
+    for attempts in range(1, 9):
+        assert sweep(when) == {"to be tried again": 1} and len(receiver.received) == attempts
+        webhook.refresh_from_db()
+        pause = min(timedelta(seconds=5) * 2 ** (attempts - 1), delivering.MAX_PROBE_INTERVAL)
+        assert pause <= webhook.retry_at - when < pause + timedelta(seconds=5)
+        assert sweep(webhook.retry_at - timedelta(seconds=1)) == {}
+        when = webhook.retry_at
+    assert (webhook.failures, webhook.failing_since - NOW < timedelta(seconds=5)) == (8, True)
+    receiver.status = 204
+    assert sweep(when)["delivered"] >= 22  # each failed event waits for its own next attempt
+    sweep(when + delivering.MAX_BACKOFF)
+    assert not Delivery.objects.filter(delivered_at=None).exists()
+
+
+def test_resuming_and_sending_again_end_the_wait_of_a_webhook(receiver: WebhookReceiver, webhook) -> None:
+    happen(1)
+    sweep()
+    happen(2)
+    later = NOW + timedelta(days=1)
+    Webhook.objects.update(retry_at=later)
+    assert sweep(NOW + MINUTE) == {}
+    assert delivering.redeliver(Delivery.objects.get(event__key="1").pk, now=NOW + MINUTE)
+    assert sweep(NOW + MINUTE) == {"delivered": 2}
+    happen(3)
+    Webhook.objects.update(retry_at=later, failures=3, failing_since=NOW)
+    subscriptions.pause_webhook(webhook.pk)
+    assert subscriptions.resume_webhook(webhook.pk, now=NOW + MINUTE)
+    assert sweep(NOW + MINUTE) == {"delivered": 1}
+
+
+def test_a_pass_at_its_time_limit_leaves_the_rest_to_a_task(receiver: WebhookReceiver, webhook, monkeypatch) -> None:
     for number in range(3):
         happen(number)
+    OrmQ.objects.all().delete()
     spent = [0.0]
 
     def hook(step: str, subject: Any) -> None:
-        if step == "delivery claimed" and subject.webhook == slow:
-            spent[0] += seconds
+        spent[0] += 40 * (step == "delivery claimed")
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + spent[0]))
     monkeypatch.setattr(lifecycle, "CHECKPOINT_HOOKS", [hook])
-    assert sweep() == {"delivered": 3 + slow_ones}
-    order = [one.path.removeprefix("/events/") for one in receiver.received]
-    assert order == ["slow", "fast", "fast", "fast"] + ["slow"] * (slow_ones - 1)
+    assert sweep() == {"delivered": 1}
+    assert [task.func() for task in OrmQ.objects.all()] == ["sandboxes.webhooks.delivery.run_delivery_task"]
+
+
+def test_a_request_during_a_pass_is_not_lost() -> None:
+    state = delivering.RunningPass()
+    assert state.begin() and not state.begin()
+    assert not state.end(wanted=True)  # looks once more
+    state.request()
+    assert not state.end(wanted=True) and state.end(wanted=True)
+    assert state.begin()
+    state.request()
+    assert state.end(wanted=False) and state.begin() and state.end(wanted=True)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_task_of_the_queue_does_not_wait_for_receivers(receiver: WebhookReceiver, webhook) -> None:
+    happen()
+    answered = threading.Event()
+    receiver.answer = block_until(answered.is_set, [])
+    results: list[str] = []
+
+    def work() -> None:
+        queue_threads.mark_worker_thread()
+        results.append(delivering.run_delivery_task())
+        results.append(delivering.run_delivery_task())
+        connection.close()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join(10)
+    assert results == ["still running in the background"] * 2 and not answered.is_set()
+    answered.set()
+    wait_until(lambda: Delivery.objects.filter(delivered_at__isnull=False).exists(), "delivered")
+    wait_until(lambda: not delivering.RUNNING_PASS._is_running, "the pass has ended")
+    assert len(receiver.received) == 1
 
 
 def test_a_test_event_is_sent_once_also_to_a_paused_webhook(receiver: WebhookReceiver) -> None:
@@ -301,7 +429,7 @@ def test_another_worker_takes_over_after_a_crash(receiver: WebhookReceiver, cras
 def test_a_concurrent_worker_skips_a_claimed_delivery(receiver: WebhookReceiver, webhook, at_checkpoint) -> None:
     happen()
     rival: list[dict[str, int]] = []
-    at_checkpoint("delivery claimed", lambda: rival.append(sweep()))
+    at_checkpoint("delivery claimed", lambda: rival.append(sweep_elsewhere()))
     assert sweep() == {"delivered": 1}
     assert rival == [{}] and len(receiver.received) == 1
 
@@ -312,7 +440,7 @@ def test_a_worker_past_its_deadline_records_nothing(receiver: WebhookReceiver, w
 
     def rival() -> None:
         receiver.status = 204
-        assert sweep(NOW + delivering.CLAIM_TIMEOUT + timedelta(seconds=10)) == {"delivered": 1}
+        assert sweep_elsewhere(NOW + delivering.CLAIM_TIMEOUT + timedelta(seconds=10)) == {"delivered": 1}
 
     at_checkpoint("delivery answered", rival)
     assert sweep() == {"lost race": 1}
@@ -437,7 +565,7 @@ def test_parallel_workers_send_each_event_once(receiver: WebhookReceiver, webhoo
     def send(index: int) -> int:
         delivered = 0
         while Delivery.objects.filter(due_at__lte=NOW).exists():
-            delivered += delivering.deliver_due(now=NOW).counts.get("delivered", 0)
+            delivered += sweep_elsewhere().get("delivered", 0)
         return delivered
 
     with run_in_threads(4) as run:

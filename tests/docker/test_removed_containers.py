@@ -1,10 +1,12 @@
 """Containers that someone else stops during a transfer, or removes. Their files are in volumes, and are not lost with them."""
 
 import io
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO, cast
 from uuid import uuid4
 
@@ -97,6 +99,42 @@ def test_verb_after_the_removal_of_a_container_has_the_files_of_its_volumes(own_
     assert not own_box.provider.inspect(own_box.ref).running
     VERBS_AFTER_REMOVAL[verb](own_box.provider, own_box.ref)
     assert own_box.run("cat", "/data/file").stdout == b"kept\n"
+
+
+def interrupt_removal(ref: str) -> None:
+    """Leave the container dead, as an engine does that is killed while it removes a container: its files cannot be deleted."""
+    root, container = docker("info", "--format", "{{.DockerRootDir}}").strip(), docker("inspect", "-f", "{{.Id}}", ref).strip()
+    directory = Path(root) / "containers" / container
+    subprocess.run(["chattr", "+i", directory], check=True)
+    try:
+        with pytest.raises(subprocess.CalledProcessError):
+            docker("rm", "-f", ref)
+    finally:
+        subprocess.run(["chattr", "-i", directory], check=True)
+    assert docker("inspect", "-f", "{{.State.Status}}", ref).strip() == "dead"
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("verb", VERBS_AFTER_REMOVAL)
+def test_verb_after_an_interrupted_removal_of_a_container_has_the_files_of_its_volumes(
+    own_box: Box,  # noqa: F811
+    verb: str,
+) -> None:
+    own_box.run("sh", "-c", "echo kept > /data/file")
+    interrupt_removal(own_box.ref)
+    assert not own_box.provider.inspect(own_box.ref).running
+    VERBS_AFTER_REMOVAL[verb](own_box.provider, own_box.ref)
+    assert own_box.run("cat", "/data/file").stdout == b"kept\n"
+
+
+def test_sandbox_whose_removal_was_interrupted_is_destroyed_or_created_again(own_box: Box) -> None:  # noqa: F811
+    own_box.run("sh", "-c", "echo kept > /data/file")
+    interrupt_removal(own_box.ref)
+    own_box.provider.create(SandboxSpec(own_box.ref, own_box.owner, memory_mib=128, pids=64))
+    assert own_box.run("cat", "/data/file").stdout == b"kept\n"
+    interrupt_removal(own_box.ref)
+    own_box.provider.destroy(own_box.ref)
+    assert own_box.provider.list(own_box.owner) == [] and volumes_of(own_box) == []
 
 
 @pytest.mark.usefixtures("executor")

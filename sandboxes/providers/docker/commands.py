@@ -224,7 +224,7 @@ class ContainerCommandProvider(AgentCommandProvider):
     def _start_stopped(self, ref: str) -> bool:
         """Start a container that has stopped, or was removed without its volumes. Return False if it was running."""
         try:
-            inspected = self._engine.call("GET", f"/containers/{ref}/json")
+            inspected = self._inspect(ref)
         except Missing:
             if not replacement.complete_replacement(self._engine, ref) and not self._recreate(ref):
                 raise
@@ -234,9 +234,16 @@ class ContainerCommandProvider(AgentCommandProvider):
         self._ensure_running(ref)
         return True
 
+    def _inspect(self, ref: str) -> dict[str, Any]:
+        """Return the engine's document of a container. Raise Missing, also for a dead one, whose removal is finished first."""
+        inspected: dict[str, Any] = self._engine.call("GET", f"/containers/{ref}/json")
+        if replacement.finish_removal(self._engine, inspected):
+            raise Missing(f"{ref} was being removed")
+        return inspected
+
     def _ensure_running(self, ref: str) -> None:
         with contextlib.suppress(Conflict, Missing), translate_errors():  # another thread may be doing the same
-            inspected = self._engine.client.inspect_container(ref)
+            inspected = self._inspect(ref)
             if inspected["State"]["Paused"]:
                 self._unpause(ref)
             elif not inspected["State"]["Running"]:

@@ -219,7 +219,7 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
             return False
         if (inspected["Config"]["Labels"] or {}).get(OWNER_LABEL) != spec.owner:
             raise Rejected(f"The name {spec.name} is used by a container of another owner.")
-        return inspected["State"]["Status"] != "removing"
+        return inspected["State"]["Status"] != "removing" and not replacement.finish_removal(self._engine, inspected)
 
     def _check_volume_owner(self, spec: SandboxSpec) -> None:
         """Remove the container and raise Rejected if one of its volumes existed before and has another owner."""

@@ -11,8 +11,10 @@ never without a container."""
 import os
 import re
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import structlog
 from docker.errors import APIError
@@ -86,6 +88,20 @@ def remove_replacement(engine: Engine, ref: str) -> None:
     """Remove an interrupted replacement, if any. Raise Conflict if another removal is in progress."""
     with suppress(Missing):
         engine.call("DELETE", f"/containers/{get_replacement_name(ref)}?force=true")
+
+
+def finish_removal(engine: Engine, inspected: Mapping[str, Any]) -> bool:
+    """Finish the removal of a container that the engine calls dead. Return False for any other container.
+
+    An engine that is killed while it removes a container, or cannot delete its files, keeps the container as dead: the engine
+    neither starts nor forgets it. Its volumes are kept. Raise Unavailable if the files still cannot be deleted."""
+    if not inspected["State"]["Dead"]:
+        return False
+    with suppress(Missing, Conflict):  # removed meanwhile, or being removed
+        engine.call("DELETE", f"/containers/{inspected['Id']}?force=true")
+    kill_leftover_processes(inspected["Id"])
+    log.warning("removal of a dead container finished", name=inspected["Name"].lstrip("/"), container=inspected["Id"])
+    return True
 
 
 def kill_leftover_processes(container: str) -> None:

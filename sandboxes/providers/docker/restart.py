@@ -14,7 +14,7 @@ class ContainerRestartProvider(ContainerSuspensionProvider, AgentLivenessProvide
     def restart(self, ref: str) -> None:
         engine = self._engine
         try:
-            container = str(engine.call("GET", f"/containers/{ref}/json")["Id"])
+            container = str(self._inspect(ref)["Id"])
         except Missing:
             if not self._recreate(ref):
                 raise

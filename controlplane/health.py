@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from django.conf import settings
 from django.db import Error as DatabaseError
+from django.db import OperationalError
 from django.db.models import F, Q
 from django.http import HttpRequest, JsonResponse
 from django.utils import timezone
@@ -30,7 +31,7 @@ from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import MIGRATIONS_MISSING, find_unapplied_migrations
 from sandboxes.failures import needs_operator
 from sandboxes.hosts import registry
-from sandboxes.models import Host, Sweep
+from sandboxes.models import Host, Installation, Sweep
 from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import PoolStats, Stats
 from sandboxes.state import disk_space, missing_snapshots
@@ -75,6 +76,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = [*Host.objects.all()]
         mismatch = installation_marks.has_recorded_mismatch()
+        is_writable = _is_writable()
     except DatabaseError:
         return _build_report(database=False, missing=["The database does not respond."])
     skew = database_time.get_skew()
@@ -90,7 +92,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     total = pool_stats.sum_stats(pools)
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
     provider = provider_probe.get_status()
-    missing = []
+    missing = [] if is_writable else ["The database refuses writes."]
     if long_calls.is_shutting_down():
         missing.append("This server is shutting down.")
     if provider.get("key_refused"):
@@ -114,6 +116,18 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         pool=pool_stats.serialize_stats(total),
         warming={pool.name: _get_warm_status(pool) for pool in pools if pool.warm_target},
     )  # fmt: skip
+
+
+def _is_writable() -> bool:
+    """Return whether the database accepts a write that changes nothing.
+
+    A standby, a server that is read-only and one with a full disk answer queries."""
+    try:
+        Installation.objects.update(id=F("id"))
+    except OperationalError as error:
+        log.error("database refuses writes", error=str(error))
+        return False
+    return True
 
 
 def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift: int, egress: dict[str, Any]) -> Iterator[str]:

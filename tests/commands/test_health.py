@@ -100,7 +100,24 @@ def test_probes_are_read_only_and_need_no_host(client, path: str, heartbeats) ->
     assert client.head(path).status_code == 200
 
 
+@pytest.mark.django_db(transaction=True)
+def test_a_database_that_refuses_writes_is_not_ready(client, heartbeats) -> None:
+    on, off = (
+        ("SET default_transaction_read_only = on", "SET default_transaction_read_only = off")
+        if connection.vendor == "postgresql"
+        else ("PRAGMA query_only = ON", "PRAGMA query_only = OFF")
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(on)
+        try:
+            response = client.get("/readyz")
+        finally:
+            cursor.execute(off)
+    assert (response.status_code, response.json()["missing"]) == (503, ["The database refuses writes."])
+    assert client.get("/readyz").status_code == 200
+
+
 def test_a_probe_costs_few_queries(client, heartbeats, django_assert_max_num_queries) -> None:
     client.get("/readyz")
-    with django_assert_max_num_queries(9):
+    with django_assert_max_num_queries(10):
         client.get("/readyz")

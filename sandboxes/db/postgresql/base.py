@@ -1,15 +1,42 @@
-"""Django's PostgreSQL backend with a connection health check that usually takes no round trip."""
+"""Django's PostgreSQL backend with a connection health check that usually takes no round trip.
+
+Errors of the server's state that psycopg calls internal are raised as OperationalError: the statement may succeed later."""
 
 import select
+from types import TracebackType
 from typing import Any
 
+import psycopg
 from django.db.backends.postgresql import base
+from django.db.utils import DatabaseErrorWrapper, OperationalError
+from django.utils.functional import cached_property
+
+# SQLSTATEs of psycopg.InternalError: https://www.postgresql.org/docs/current/errcodes-appendix.html
+READ_ONLY_TRANSACTION = "25006"  # a standby in recovery, or a server that an operator or its vendor has made read-only
+IDLE_TRANSACTION_ENDED, TRANSACTION_TIMED_OUT = "25P03", "25P04"
+PASSING_STATES = frozenset({READ_ONLY_TRANSACTION, IDLE_TRANSACTION_ENDED, TRANSACTION_TIMED_OUT})
+
+
+class PassingErrors(DatabaseErrorWrapper):
+    """Translation of psycopg's exceptions to Django's."""
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(exc_value, psycopg.InternalError) and exc_value.sqlstate in PASSING_STATES:
+            self.wrapper.errors_occurred = True  # type: ignore[attr-defined]  # missing in django-stubs
+            raise OperationalError(*exc_value.args).with_traceback(traceback) from exc_value
+        super().__exit__(exc_type, exc_value, traceback)
 
 
 class DatabaseWrapper(base.DatabaseWrapper):
     """Database connection whose health check executes a statement only if there is a sign of a broken connection.
 
     With CONN_HEALTH_CHECKS Django checks a persistent connection before the first statement of each request."""
+
+    @cached_property
+    def wrap_database_errors(self) -> DatabaseErrorWrapper:
+        return PassingErrors(self)
 
     def is_usable(self) -> bool:
         """Return whether the connection works.

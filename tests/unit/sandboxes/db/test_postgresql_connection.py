@@ -1,11 +1,14 @@
-"""The health check of persistent connections: no statement for a sound connection, a new connection for a broken one."""
+"""The health check of persistent connections, and errors that pass: a read-only server, transactions that it has ended."""
+
+import select
 
 import psycopg
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from leases.models import Lease
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -44,3 +47,27 @@ def test_a_broken_connection_is_replaced_before_the_first_statement_of_a_request
         with psycopg.connect(**names, autocommit=True) as other:
             other.execute("SELECT pg_terminate_backend(%s, 5000)", [backend])
     assert read_backend() != backend
+
+
+def test_a_write_to_a_read_only_server_is_an_operational_error() -> None:
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SET TRANSACTION READ ONLY")
+        with pytest.raises(OperationalError, match="read-only"):
+            cursor.execute("UPDATE leases_lease SET status = status")
+        transaction.set_rollback(True)
+
+
+def test_a_transaction_that_the_server_ended_is_an_operational_error() -> None:
+    transaction.set_autocommit(False)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SET idle_in_transaction_session_timeout = 1")
+            wait_until(lambda: is_readable(connection.connection.fileno()), "the server has ended the transaction")
+            with pytest.raises(OperationalError):
+                cursor.execute("SELECT 1")
+    finally:
+        connection.close()
+
+
+def is_readable(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0])

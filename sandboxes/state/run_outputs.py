@@ -48,8 +48,8 @@ class OutputSizes(NamedTuple):
 class OutputUnavailable(StoreError):
     """The object with the output of a run cannot be read now."""
 
-    def __init__(self, run: Run, reason: str, *, key: str = "") -> None:
-        super().__init__("store", "read the output", f"run {run.pk}: {reason}", key=key)
+    def __init__(self, reason: str, *, key: str = "") -> None:
+        super().__init__("store", "download", reason, key=key)
 
 
 def load_output(run: Run) -> RunOutput:
@@ -60,10 +60,10 @@ def load_output(run: Run) -> RunOutput:
     length, content = part.stdout_bytes + part.stderr_bytes, BytesIO()
     key = part.stored_in.key
     if not get_store().download(key, content, start=part.offset, length=length):
-        raise OutputUnavailable(run, "the object does not exist", key=key)
+        raise OutputUnavailable("the object does not exist", key=key)
     output = content.getvalue()
     if len(output) != length:
-        raise OutputUnavailable(run, f"{len(output)} of {length} bytes", key=key)
+        raise OutputUnavailable(f"{len(output)} of {length} bytes", key=key)
     return RunOutput(output[: part.stdout_bytes], output[part.stdout_bytes :])
 
 
@@ -80,7 +80,7 @@ def _find_part(run: Run) -> StoredOutput:
     try:
         return run.stored_output
     except StoredOutput.DoesNotExist:
-        raise OutputUnavailable(run, "the run was deleted") from None
+        raise OutputUnavailable("the run was deleted") from None
 
 
 def move_large_outputs(*, now: datetime) -> SweepResult:

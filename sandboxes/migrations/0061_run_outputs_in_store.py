@@ -14,7 +14,7 @@ class Migration(migrations.Migration):
             name="OutputObject",
             fields=[
                 ("id", models.UUIDField(default=uuid.uuid4, editable=False, primary_key=True, serialize=False)),
-                ("key", models.CharField(max_length=255, unique=True)),
+                ("key", models.CharField(max_length=512, unique=True)),
                 ("size_bytes", models.PositiveBigIntegerField()),
                 ("at", models.DateTimeField()),
             ],

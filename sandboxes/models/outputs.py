@@ -1,25 +1,13 @@
 """Large outputs of ended runs, kept in the object store. The verbs are in sandboxes.state.run_outputs."""
 
-import uuid
-
 from django.db import models
 
 from sandboxes.models.runs import Run
+from sandboxes.models.state import StoredObject
 
 
-class OutputObject(models.Model):
+class OutputObject(StoredObject):
     """One object in the store with the outputs of several runs, one after the other."""
-
-    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
-    key = models.CharField(max_length=255, unique=True)
-    size_bytes = models.PositiveBigIntegerField()
-    at = models.DateTimeField()
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return self.key
 
 
 class StoredOutput(models.Model):

@@ -147,20 +147,26 @@ class DataSize(models.Model):
             cls.objects.create(agent_did=agent_did, size_bytes=size_bytes, at=max(now, last.at) if last else now)
 
 
-class DataObject(models.Model):
-    """One tar in the store with the files changed in one persist. Some members may be outdated by later objects."""
+class StoredObject(models.Model):
+    """An object in the store that other rows point into."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
-    data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="bundles")
     key = models.CharField(max_length=512, unique=True)
     size_bytes = models.PositiveBigIntegerField()
     at = models.DateTimeField()
 
     class Meta:
+        abstract = True
         default_permissions = ()
 
     def __str__(self) -> str:
         return self.key
+
+
+class DataObject(StoredObject):
+    """One tar in the store with the files changed in one persist. Some members may be outdated by later objects."""
+
+    data = models.ForeignKey(AgentData, on_delete=models.CASCADE, related_name="bundles")
 
 
 class ObjectUpload(models.Model):

@@ -18,7 +18,6 @@ from django.db import Error as DatabaseError
 from django.db import OperationalError
 from django.db.models import F, Q
 from django.http import HttpRequest, JsonResponse
-from django.utils import timezone
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 from django_q.models import OrmQ
@@ -302,7 +301,7 @@ class SharedReport:
     def get(self) -> dict[str, Any]:
         with self.lock:
             if time.monotonic() - self.built_at >= settings.HEALTH_REPORT_SECONDS:
-                self.report, self.built_at = check_health(now=timezone.now()), time.monotonic()
+                self.report, self.built_at = check_health(now=database_time.now()), time.monotonic()
             return self.report
 
 

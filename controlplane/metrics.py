@@ -16,7 +16,6 @@ from django.core.exceptions import DisallowedHost
 from django.db import Error as DatabaseError
 from django.db import connection, transaction
 from django.http import HttpRequest, HttpResponse
-from django.utils import timezone
 from django.utils.crypto import constant_time_compare
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
@@ -118,7 +117,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
         message = "Set LEASEHOLD_METRICS_TOKEN to scrape from another host or behind a proxy.\n"
         return HttpResponse(message, status=403, content_type=PLAIN_TEXT)
     try:
-        snapshot = snapshot_cache.get(timezone.now())
+        snapshot = snapshot_cache.get(database_time.now())
     except DatabaseError:
         return HttpResponse("The database does not respond.\n", status=503, content_type=PLAIN_TEXT)
     return HttpResponse(generate_latest(SnapshotCollector(snapshot)), content_type=CONTENT_TYPE_PLAIN_0_0_4)

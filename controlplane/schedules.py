@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from django.conf import settings
+from django_q.conf import Conf
 from django_q.models import OrmQ, Schedule
 from django_q.tasks import async_task
 
@@ -35,6 +36,7 @@ TASK_PREFIX = f"{__name__}."  # Schedule rows of other functions are left alone
 SCHEDULED_FUNCTION = f"{TASK_PREFIX}run"
 HEARTBEAT = "heartbeat"
 END_WATCH_WAIT = timedelta(seconds=1)  # a pass of the watch occupies no worker of the queue
+CLOCK_MARGIN = timedelta(minutes=1)  # later times are those of a clock that was ahead
 MAX_LISTED_FAILURES = 20  # of one kind in one pass; the log has all
 
 
@@ -230,6 +232,19 @@ def _build_schedule(queue: str, name: str) -> dict[str, Any]:
         "minutes": SCHEDULE[name].minutes, "repeats": -1, "kwargs": None, "hook": None, "cron": None, "cluster": queue,
         "intended_date_kwarg": None,
     }  # fmt: skip
+
+
+def forget_future(queue: str, *, now: datetime) -> int:
+    """Make sweeps and tasks of this queue due that wait for a time which only a clock that was ahead can have set.
+
+    django-q2 computes these times with the clock of the host. Without this, all sweeps of a host whose clock was an hour ahead
+    pause for an hour after its correction. Return the number of rows. `now` is the time of the host's clock."""
+    changed = 0
+    for row in Schedule.objects.filter(func=SCHEDULED_FUNCTION, cluster=queue, next_run__gt=now).only("name", "next_run"):
+        if row.name in SCHEDULE and row.next_run > now + get_interval(row.name) + CLOCK_MARGIN:
+            changed += Schedule.objects.filter(pk=row.pk, next_run=row.next_run).update(next_run=now)
+    longest_lock = now + timedelta(seconds=Conf.RETRY) + CLOCK_MARGIN
+    return changed + OrmQ.objects.filter(key=queue, lock__gt=longest_lock).update(lock=now)
 
 
 def postpone_queued_sweeps(queue: str, *, now: datetime) -> int:

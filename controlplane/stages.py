@@ -117,9 +117,11 @@ class HeartbeatCheck:
         if queue.age < self.timeout_seconds:
             return ""
         try:
-            is_alive = time.time() - os.stat(self.path).st_mtime < self.timeout_seconds
-        except FileNotFoundError:
-            is_alive = False
+            with open(self.path) as file:
+                age = time.monotonic() - float(file.read())
+        except (FileNotFoundError, ValueError):
+            age = self.timeout_seconds
+        is_alive = 0 <= age < self.timeout_seconds  # a time in the future is one of before the machine was started
         return "" if is_alive else f"no heartbeat for {self.timeout_seconds:g} s"
 
 

@@ -138,11 +138,14 @@ class Cluster:
 
     def _enqueue_due_sweeps(self) -> None:
         try:
+            forgotten = schedules.forget_future(self.broker.list_key, now=timezone.now())
             postponed = schedules.postpone_queued_sweeps(self.broker.list_key, now=timezone.now())
         except DatabaseError as error:  # django-q2's scheduler logs its errors likewise, and is called again
             log.error("due sweeps not enqueued", error=str(error))
             connections.close_all()
             return
+        if forgotten:
+            log.warning("clock was ahead, schedule corrected", rows=forgotten)
         if postponed:
             log.warning("queue behind its schedule", postponed=postponed)
         scheduler(broker=self.broker)

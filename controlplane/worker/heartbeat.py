@@ -1,4 +1,6 @@
-"""Heartbeat file of the queue worker. `manage.py up` checks it to detect a hung worker, without a database connection."""
+"""Heartbeat file of the queue worker. `manage.py up` checks it to detect a hung worker, without a database connection.
+
+The file has a monotonic time, which all processes of a machine share: a clock that is set changes the age of no heartbeat."""
 
 import os
 import time
@@ -12,6 +14,7 @@ from django.db import connections
 from django.utils import timezone
 
 from controlplane import schedules
+from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
 
@@ -24,18 +27,20 @@ def get_path() -> Path:
 
 
 class HeartbeatFile:
-    """File whose modification time is that of the last sweep begun by this worker.
+    """File with the monotonic time at which this worker last saw progress.
 
-    Without one it is the time of the last `heartbeat` sweep that a worker of this host executed. A worker that is behind its
-    schedule executes `heartbeat` late, and must not be restarted for that: a restart takes more of the processor."""
+    Progress is a sweep that this worker begins, or a `heartbeat` sweep that a worker of this host executed. A worker that is
+    behind its schedule executes `heartbeat` late, and must not be restarted for that: a restart takes more of the processor."""
 
     def __init__(self) -> None:
         self._path, self._next_update_at = get_path(), 0.0
+        self._seen: tuple[datetime | None, datetime | None] = (None, None)
 
     def update(self, begun_at: datetime | None = None) -> None:
-        """Write the time of the last heartbeat to the file, or `begun_at`, the begin of this worker's last sweep, if later.
+        """Write the present time if there was progress since the last call. `begun_at` is when this worker's last sweep began.
 
-        While the database does not respond, write the current time: a restart of the worker would not help."""
+        The first heartbeat that is found may be one of an earlier worker: its age counts. While the database does not respond,
+        write the present time, too: a restart of the worker would not help."""
         if time.monotonic() < self._next_update_at:
             return
         self._next_update_at = time.monotonic() + FIRST_INTERVAL_SECONDS
@@ -45,16 +50,21 @@ class HeartbeatFile:
             executed_at = own.values_list("succeeded_at", flat=True).first()
         except DatabaseError:
             connections.close_all()
-            executed_at = now
-        executed_at = max((at for at in (executed_at, begun_at) if at), default=None)
-        if executed_at:
+            self._write(time.monotonic())
+            return
+        seen, self._seen = self._seen, (executed_at, begun_at)
+        if executed_at or begun_at:
             self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
-            self._write(executed_at)
+        if seen == (None, None) and executed_at and not begun_at:
+            self._write(time.monotonic() - max((database_time.now() - executed_at).total_seconds(), 0.0))
+        elif self._seen != seen:
+            self._write(time.monotonic())
 
-    def _write(self, executed_at: datetime) -> None:
+    def _write(self, seen_at: float) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch()
-            os.utime(self._path, (executed_at.timestamp(),) * 2)
+            temporary = self._path.with_suffix(".new")
+            temporary.write_text(repr(seen_at))
+            os.replace(temporary, self._path)
         except OSError as error:  # under `up` the worker is then restarted as hung; a worker without `up` needs no file
             log.warning("heartbeat file not written", path=str(self._path), error=str(error))

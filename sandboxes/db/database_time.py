@@ -22,20 +22,22 @@ TOLERATED_SKEW = timedelta(seconds=1)  # not corrected: the grace periods cover 
 
 @dataclass
 class SkewMeter:
-    """Difference between the database's clock and this host's, measured at most once in CHECK_INTERVAL_SECONDS."""
+    """Difference between the database's clock and this host's.
+
+    Measured once in CHECK_INTERVAL_SECONDS, and at once after this host's clock was set."""
 
     lock: Lock = field(default_factory=Lock)
     skew: timedelta = timedelta(0)  # database minus host
     checked_at: float | None = None  # monotonic clock
+    checked_at_host_time: datetime = field(default_factory=timezone.now)
 
     def get(self) -> timedelta:
         """Return the skew, measured again if it is due. Return the last value inside a transaction, during a measurement by
         another thread, and while the database does not respond."""
-        is_due = self.checked_at is None or time.monotonic() - self.checked_at > CHECK_INTERVAL_SECONDS
-        if not is_due or connection.in_atomic_block or not self.lock.acquire(blocking=False):
+        if not self._is_due() or connection.in_atomic_block or not self.lock.acquire(blocking=False):
             return self.skew
         try:
-            self.checked_at = time.monotonic()
+            self.checked_at, self.checked_at_host_time = time.monotonic(), timezone.now()
             self.skew = measure_skew()
             if abs(self.skew) > TOLERATED_SKEW:
                 log.warning("clock skew", seconds=round(self.skew.total_seconds(), 1))
@@ -44,6 +46,14 @@ class SkewMeter:
         finally:
             self.lock.release()
         return self.skew
+
+    def _is_due(self) -> bool:
+        if self.checked_at is None:
+            return True
+        elapsed = time.monotonic() - self.checked_at
+        host_elapsed = timezone.now() - self.checked_at_host_time
+        was_set = abs(host_elapsed - timedelta(seconds=elapsed)) > TOLERATED_SKEW  # or the machine was suspended
+        return was_set or elapsed > CHECK_INTERVAL_SECONDS
 
 
 meter = SkewMeter()
@@ -69,7 +79,7 @@ def get_skew() -> timedelta:
 
 
 def now() -> datetime:
-    """Return the current time by the database's clock. Makes a query once in CHECK_INTERVAL_SECONDS."""
+    """Return the current time by the database's clock. Makes a query when the skew is due to be measured."""
     return _correct(meter.get())
 
 

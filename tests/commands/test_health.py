@@ -8,6 +8,7 @@ from django.db import OperationalError, connection
 from django.utils import timezone
 
 from controlplane import health, schedules
+from sandboxes.db import database_time
 from sandboxes.models import Sweep
 from sandboxes.providers.errors import Unavailable
 
@@ -115,6 +116,20 @@ def test_a_database_that_refuses_writes_is_not_ready(client, heartbeats) -> None
             cursor.execute(off)
     assert (response.status_code, response.json()["missing"]) == (503, ["The database refuses writes."])
     assert client.get("/readyz").status_code == 200
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("ahead", [timedelta(hours=1), timedelta(hours=-1)])
+def test_a_host_whose_clock_is_wrong_is_ready_and_says_so(
+    client, heartbeats, monkeypatch: pytest.MonkeyPatch, ahead: timedelta
+) -> None:
+    host_time = timezone.now
+    monkeypatch.setattr(database_time, "meter", database_time.SkewMeter())
+    monkeypatch.setattr(timezone, "now", lambda: host_time() + ahead)
+    monkeypatch.setattr(database_time, "measure_skew", lambda: -ahead)
+    response = client.get("/readyz")
+    assert (response.status_code, response.json()["missing"]) == (200, [])
+    assert any("clock" in warning for warning in response.json()["warnings"])
 
 
 def test_a_probe_costs_few_queries(client, heartbeats, django_assert_max_num_queries) -> None:

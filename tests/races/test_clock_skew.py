@@ -60,6 +60,19 @@ def test_skew_is_measured_once_a_minute_shown_and_tolerated_below_a_second(set_s
         database_time.now()
 
 
+@pytest.mark.parametrize("ahead", [timedelta(hours=1), timedelta(hours=-1), timedelta(days=1)])
+def test_a_clock_that_is_set_is_noticed_at_the_next_look(
+    set_skew, monkeypatch: pytest.MonkeyPatch, ahead: timedelta, django_assert_num_queries
+) -> None:
+    set_skew(timedelta(0))
+    assert abs(database_time.now() - HOST_TIME()) < timedelta(seconds=1)
+    monkeypatch.setattr(timezone, "now", lambda: HOST_TIME() + ahead)
+    monkeypatch.setattr(database_time, "measure_skew", lambda: -ahead)
+    assert abs(database_time.now() - HOST_TIME()) < timedelta(seconds=1)
+    with django_assert_num_queries(0):
+        assert abs(database_time.now_without_query() - HOST_TIME()) < timedelta(seconds=1)
+
+
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite has no clock of its own")
 def test_clock_of_the_database_is_read() -> None:
     assert abs(database_time.measure_skew()) < timedelta(seconds=1)

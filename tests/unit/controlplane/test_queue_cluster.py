@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from django.utils import timezone
 from django_q.models import Failure, OrmQ, Schedule, Success
 from django_q.tasks import async_task
 
-from controlplane import schedules
+from controlplane import schedules, stages
 from controlplane.stages import HeartbeatCheck
 from controlplane.supervisor import Child
 from controlplane.worker import cluster, heartbeat
@@ -133,10 +134,56 @@ def test_the_heartbeat_file_has_the_time_of_the_last_heartbeat_task(tmp_path: Pa
     host = registry.find_worker_host(now=now)
     Sweep.objects.create(name=schedules.HEARTBEAT, host=host, succeeded_at=now - timedelta(minutes=5))
     HeartbeatFile().update()
-    assert get_path().stat().st_mtime == pytest.approx((now - timedelta(minutes=5)).timestamp(), abs=0.001)
     child = Child("queue", work=print, started_at=time.monotonic() - 3600)
-    assert HeartbeatCheck(str(get_path()), 301)(child) == ""
+    assert HeartbeatCheck(str(get_path()), 310)(child) == ""
     assert HeartbeatCheck(str(get_path()), 299)(child) == "no heartbeat for 299 s"
+
+
+@pytest.mark.parametrize("ahead", [timedelta(hours=1), timedelta(days=1)])
+def test_a_heartbeat_of_a_clock_that_was_ahead_gets_old(
+    tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch, ahead: timedelta
+) -> None:
+    settings.STATE_DIR, elapsed = tmp_path, [0.0]
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: 1e6 + elapsed[0]))
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: 1e6 + elapsed[0]))
+    now = timezone.now()
+    row = Sweep.objects.create(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=now), succeeded_at=now + ahead)
+    file, check = HeartbeatFile(), HeartbeatCheck(str(get_path()), 180)
+    child: Any = SimpleNamespace(age=3600)
+    for elapsed[0], is_alive in ((0.0, True), (170.0, True), (190.0, False)):
+        file.update()
+        assert (check(child) == "") is is_alive
+    Sweep.objects.filter(pk=row.pk).update(succeeded_at=now)  # the first pass after the correction, with an earlier time
+    elapsed[0] += 60
+    file.update()
+    assert check(child) == ""
+
+
+@pytest.mark.parametrize("content", ["", "x", "nan", "1e9"])
+def test_a_heartbeat_file_without_a_time_of_this_boot_is_no_heartbeat(tmp_path: Path, content: str) -> None:
+    (tmp_path / "file").write_text(content)
+    child: Any = SimpleNamespace(age=3600)
+    assert HeartbeatCheck(str(tmp_path / "file"), 180)(child) == "no heartbeat for 180 s"
+
+
+def test_sweeps_and_tasks_of_a_clock_that_was_ahead_are_due_at_once() -> None:
+    now = timezone.now()
+    for queue, name, wait in (
+        (QUEUE, "idle", timedelta(hours=1)),
+        (QUEUE, "reconcile", timedelta(minutes=5)),  # as scheduled
+        ("host-other", "idle", timedelta(hours=1)),  # by the clock of another host
+    ):
+        Schedule.objects.create(**schedules._build_schedule(queue, name) | {"next_run": now + wait})
+    for wait in (timedelta(seconds=600), timedelta(hours=1)):  # fetched by a worker now, and when the clock was ahead
+        enqueue("one")
+        OrmQ.objects.filter(pk=OrmQ.objects.latest("pk").pk).update(lock=now + wait)
+    assert schedules.forget_future(QUEUE, now=now) == 2
+    waits = {(row.cluster, row.name): row.next_run - now for row in Schedule.objects.all()}
+    assert waits == {
+        (QUEUE, "idle"): timedelta(0), (QUEUE, "reconcile"): timedelta(minutes=5), ("host-other", "idle"): timedelta(hours=1),
+    }  # fmt: skip
+    assert sorted(row.lock - now for row in OrmQ.objects.all()) == [timedelta(0), timedelta(seconds=600)]
+    assert schedules.forget_future(QUEUE, now=now) == 0
 
 
 def test_the_begin_of_any_sweep_is_a_heartbeat_of_a_worker_behind_its_schedule(
@@ -150,7 +197,7 @@ def test_the_begin_of_any_sweep_is_a_heartbeat_of_a_worker_behind_its_schedule(
     monkeypatch.setattr(heartbeat, "UPDATE_INTERVAL_SECONDS", 0.0)
 
     def is_recent() -> bool:
-        return get_path().stat().st_mtime > long_ago.timestamp() + 1
+        return time.monotonic() - float(get_path().read_text()) < 3000
 
     with running(Cluster(QUEUE, HeartbeatFile())):
         enqueue("one")

@@ -22,7 +22,7 @@ from leases.leasing import GrantBasis, LeaseRequest
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.claims import KILL_GRACE, hold
-from sandboxes.db import sql
+from sandboxes.db import dialect, sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import CapacityExhausted, CapacityPending, TooManyLongCalls
@@ -74,7 +74,8 @@ class _GrantingGuard(LeaseGuard):
             raise _LeaseHeld
         try:
             lease = leasing.grant(self.request, basis, now=now, actor=self.actor, admit=self.admit)
-        except IntegrityError:
+        except IntegrityError as error:
+            dialect.raise_unless_unique(error)
             raise _LeaseHeld from None
         if basis.has_budgets:
             super().check_affordable(lease.pool)

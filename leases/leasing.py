@@ -22,7 +22,7 @@ from leases.placement import TYPE_HAS_ALTERNATIVES_SQL, list_pools
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
 from leases.resources import Resources, require_allowed
 from sandboxes import destruction, stop_reasons
-from sandboxes.db import durations, sql
+from sandboxes.db import dialect, durations, sql
 from sandboxes.db.clock import format_timestamp
 from sandboxes.models import Policy, Pool
 from sandboxes.models.webhooks import EventType
@@ -114,7 +114,8 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
         try:
             with transaction.atomic(durable=True):
                 return grant(request, basis, now=now, actor=actor, admit=admit), True
-        except IntegrityError:
+        except IntegrityError as error:
+            dialect.raise_unless_unique(error)
             continue  # a concurrent call granted it after the SELECT: return that lease
     raise Conflict(CONCURRENT_ACQUIRES)
 

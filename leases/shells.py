@@ -16,7 +16,7 @@ from django.db.models import QuerySet
 from leases import leasing
 from leases.errors import ShellDecryptionFailed, ShellExists, ShellNotFound, TooManyShells
 from leases.models import Lease, LeaseStatus, Shell
-from sandboxes.db import encryption
+from sandboxes.db import dialect, encryption
 from sandboxes.providers.base import WORKSPACE
 
 MAX_SHELLS = 64  # of one lease
@@ -42,7 +42,8 @@ def create_shell(pk: UUID, name: str, *, env: Mapping[str, str] | None = None, c
             if Shell.objects.filter(lease=pk).count() >= MAX_SHELLS:
                 raise TooManyShells(f"Shell limit of the lease reached ({MAX_SHELLS}). Delete one, then try again.")
             shell.save(force_insert=True)
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         raise ShellExists(f'The lease has a shell "{name}".', field="name") from None
     return shell
 

@@ -1,7 +1,6 @@
 """Queued tasks of this app, and the functions that enqueue them."""
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from leases import execution, reclaim_threads, snapshots, sweeps
 from leases.errors import LeaseEnded
 from leases.models import Lease, LeaseEvent, LeaseStatus
 from sandboxes import eviction, installation_marks
-from sandboxes.db import database_time
+from sandboxes.db import database_time, dialect
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import queues, registry
 from sandboxes.models import IN_FLIGHT_STATES, Host, ImageTemplate, Run, Sandbox, SandboxState, Snapshot
@@ -143,10 +142,7 @@ def restart_sandbox(lease_id: str, argument: str, actor: str, request_id: int) -
             kind, outcome = "restarted", sandbox.state if sandbox else "no sandbox"
         except SandboxError as error:
             kind, outcome = "restart_failed", str(error)
-        with suppress(IntegrityError), transaction.atomic():
-            LeaseEvent.objects.create(
-                lease_id=lease_id, at=database_time.now(), kind=kind, actor=actor, reason=outcome[:500], request_id=request_id
-            )
+        _record_outcome(lease_id, kind, actor, outcome, request_id)
         return str(outcome)
 
     return _run_requested(restart, "restart_sandbox", lease_id, argument, actor, request_id)
@@ -233,15 +229,23 @@ def _run_once(operation: Callable[..., Snapshot], lease_id: str, failure_kind: s
         return earlier.reason
     try:
         return str(operation(request_id=request_id).pk)
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         return LeaseEvent.objects.get(request=request_id).reason
     except SandboxError as error:
-        with suppress(IntegrityError), transaction.atomic():
-            LeaseEvent.objects.create(
-                lease_id=lease_id, at=database_time.now(), kind=failure_kind, actor=actor, reason=str(error)[:500],
-                request_id=request_id,
-            )  # fmt: skip
+        _record_outcome(lease_id, failure_kind, actor, str(error), request_id)
         return str(error)
+
+
+def _record_outcome(lease_id: str, kind: str, actor: str, reason: str, request_id: int) -> None:
+    """Record the outcome of a request in the lease's timeline, unless another delivery of the request was first."""
+    try:
+        with transaction.atomic():
+            LeaseEvent.objects.create(
+                lease_id=lease_id, at=database_time.now(), kind=kind, actor=actor, reason=reason[:500], request_id=request_id
+            )
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
 
 
 def enqueue_template_build(template: ImageTemplate) -> None:

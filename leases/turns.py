@@ -18,6 +18,7 @@ from leases.atproto import records
 from leases.errors import TurnInProgress
 from leases.models import Lease, Turn, default_turn_argv
 from sandboxes.claims import KILL_GRACE, Claim, hold
+from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import gateway_tokens
 from sandboxes.errors import ProviderCallFailed, SandboxError
@@ -133,7 +134,8 @@ def _claim_turn(lease: Lease, number: int, state: str, *, now: datetime, max_dur
             return Turn.objects.create(
                 lease=lease, number=number, state=kept, started_at=now, deadline_at=now + max_duration
             ), True
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         turn = Turn.objects.get(lease=lease, number=number)
     if turn.ended_at is None and find_overdue_turns(now=now).filter(pk=turn.pk).exists():
         _settle_overdue(turn, now=now)

@@ -4,13 +4,20 @@ The functions for expressions take and return SQL text; values stay parameters. 
 the database builds, because a row becomes text without a model instance. Both databases build the same documents."""
 
 import json
+import sqlite3
 from collections.abc import Iterable, Mapping
 from datetime import UTC, date, datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, IntegrityError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+
+UNIQUE_VIOLATION = "23505"  # SQLSTATE: https://www.postgresql.org/docs/current/errcodes-appendix.html
+# Extended result codes of a unique index, a primary key and a row id: https://www.sqlite.org/rescode.html
+SQLITE_UNIQUE_ERRORS = frozenset(
+    {sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, sqlite3.SQLITE_CONSTRAINT_ROWID}
+)
 
 
 def get_connection() -> BaseDatabaseWrapper:
@@ -202,3 +209,13 @@ def format_timestamp(moment: str) -> str:
 def format_seconds(duration: str) -> str:
     """Return a DurationField in whole seconds. SQLite stores microseconds."""
     return f"trunc(extract(epoch FROM {duration}))" if is_postgres() else f"{duration} / 1000000"
+
+
+def raise_unless_unique(error: IntegrityError) -> None:
+    """Raise the error again unless it is the violation of a unique constraint, by a concurrent or an earlier insert.
+
+    A missing column value, a CHECK or a foreign key is a fault of the code or of the schema, such as an older version of the
+    code on a newer schema. It must not be answered as a race, which the caller would repeat for ever."""
+    cause = error.__cause__
+    if getattr(cause, "sqlstate", "") != UNIQUE_VIOLATION and getattr(cause, "sqlite_errorcode", 0) not in SQLITE_UNIQUE_ERRORS:
+        raise error

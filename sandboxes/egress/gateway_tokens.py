@@ -19,6 +19,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import F, QuerySet
 
 from sandboxes import providers
+from sandboxes.db import dialect
 from sandboxes.errors import NoGateway
 from sandboxes.models import ALIVE_STATES, IN_FLIGHT_STATES, GatewayToken, Pool, Sandbox
 
@@ -77,7 +78,8 @@ def join(token: str, session_sha256: str, *, now: datetime) -> bool:
         with transaction.atomic():
             if rows.filter(session_sha256="").update(session_sha256=session_sha256, joined_at=now):
                 return True
-    except IntegrityError:  # the hash is that of another sandbox's session
+    except IntegrityError as error:  # the hash is that of another sandbox's session
+        dialect.raise_unless_unique(error)
         return False
     if rows.filter(session_sha256=session_sha256).exists():
         return True

@@ -19,6 +19,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Q, QuerySet
 
 from sandboxes import providers
+from sandboxes.db import dialect
 from sandboxes.errors import HostLost, NotIsolated, WrongHost
 from sandboxes.hosts.bound_provider import bind_provider, compute_host_id
 from sandboxes.models import Host, Pool, Sandbox
@@ -180,7 +181,8 @@ def _register(provider: Provider, *, now: datetime) -> Host:
         try:
             with transaction.atomic():
                 host, created = Host.objects.get_or_create(pk=pk, defaults={**values, "name": name})
-        except IntegrityError:  # the name is taken by another engine of this machine
+        except IntegrityError as error:  # the name is taken by another engine of this machine
+            dialect.raise_unless_unique(error)
             number += 1
             continue
         if created:

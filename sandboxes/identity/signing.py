@@ -9,7 +9,7 @@ import structlog
 from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 
-from sandboxes.db import encryption
+from sandboxes.db import dialect, encryption
 from sandboxes.errors import SigningKeyDecryptionFailed, SigningKeyExists, SigningKeyNotFound, SigningKeyRevoked
 from sandboxes.identity import curves
 from sandboxes.identity.curves import PrivateKey
@@ -52,7 +52,8 @@ def create_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
     try:
         with transaction.atomic():
             key.save(force_insert=True)
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         if SigningKey.objects.filter(public_key=key.public_key).exists():
             raise SigningKeyExists(
                 "This key was used before. A key belongs to one agent and cannot be used again after it was retired or revoked."

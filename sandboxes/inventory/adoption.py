@@ -14,6 +14,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import F
 
 from sandboxes import providers
+from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import CapacityExhausted, SandboxNotAdoptable, SandboxNotHeld, StoreUnavailable
 from sandboxes.hosts import registry
@@ -133,7 +134,8 @@ def _insert_row(
                 Quota.objects.filter(pool=pool, agent_did=recipient.agent_did).update(used=F("used") + 1)
             if not take_place(pool):
                 raise CapacityExhausted(f'The pool "{pool}" has no free place, or is being drained. Nothing was changed.')
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         raise SandboxNotAdoptable("Another operator has just adopted it.") from None
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 

@@ -290,7 +290,8 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
                 return None
             _leave_queue(request, position, now=now)
             prewarmed.count_claim(request.pool)
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         return None  # sandbox_one_live_per_holder: another request was first
     except QuotaExceeded:
         return None  # reserve_place may release one of the agent's sandboxes
@@ -312,7 +313,8 @@ def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") ->
     for _ in range(MAX_EVICTION_ATTEMPTS):
         try:
             return _insert_reservation(request, now=clock(), actor=actor)
-        except IntegrityError:
+        except IntegrityError as error:
+            dialect.raise_unless_unique(error)
             return None  # sandbox_one_live_per_holder or sandbox_one_live_per_slot: another request was first
         except _PoolFull as full:
             if full.position.ahead:
@@ -449,7 +451,8 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
             require_start_allowed(sandbox, now=now)
     except (StartsPaused, TooManyStarts):
         return None  # the next sweep tries again
-    except IntegrityError:
+    except IntegrityError as error:
+        dialect.raise_unless_unique(error)
         return None  # sandbox_one_live_per_slot: another process took the slot, and the next sweep tries again
     checkpoint("reserved", sandbox)
     started = start_reserved(sandbox, now=clock(), actor="sweep", files={})

@@ -18,6 +18,7 @@ from django.db.models import F, Q
 
 from sandboxes import destruction, eviction, process_restarts, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
+from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import gateway_tokens, slots
 from sandboxes.errors import (
@@ -334,7 +335,8 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
             continue
         try:
             claimed = _claim_wake(sandbox.pk, slot, now=clock(), actor=actor)
-        except IntegrityError:
+        except IntegrityError as error:
+            dialect.raise_unless_unique(error)
             continue  # sandbox_one_live_per_slot: another sandbox took the slot
         if claimed is None:
             return None

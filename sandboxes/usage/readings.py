@@ -9,6 +9,7 @@ import structlog
 from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 
+from sandboxes.db import dialect
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.lifecycle import SUSPENDED, WARM, WARMING, checkpoint
 from sandboxes.models import AWAKE_STATES, Reading, Sandbox, Transition
@@ -49,7 +50,8 @@ def record_reading(
                 if before:
                     before.save(force_insert=True)
                 reading.save(force_insert=True)
-        except IntegrityError:  # a concurrent reading was stored first: compute the difference to that one
+        except IntegrityError as error:  # a concurrent reading was stored first: compute the difference to that one
+            dialect.raise_unless_unique(error)
             continue
         return reading
     return None

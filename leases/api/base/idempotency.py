@@ -28,6 +28,7 @@ from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
 from sandboxes.claims import Claim, hold
+from sandboxes.db import dialect
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
 from sandboxes.errors import OutcomeUnknown, RunExists
@@ -177,7 +178,8 @@ def _claim_key(
                     key_holder=holder, key=key, fingerprint=fingerprint, run_id=run_id, **columns
                 )
             return created, True
-        except IntegrityError:
+        except IntegrityError as error:
+            dialect.raise_unless_unique(error)
             same = Q(key_holder=holder, key=key)
             row = IdempotentRequest.objects.filter(same | Q(run_id=run_id) if run_id else same).first()
         if row is None:

@@ -15,6 +15,7 @@ from uuid import UUID, uuid4
 from django.db import IntegrityError, transaction
 
 from leases import execution, leasing
+from leases.environments.entry import EntryChanged
 from leases.errors import Conflict
 from leases.execution import LeaseClaim
 from leases.guard import LeaseGuard, build_terms
@@ -74,6 +75,8 @@ class _GrantingGuard(LeaseGuard):
             raise _LeaseHeld
         try:
             lease = leasing.grant(self.request, basis, now=now, actor=self.actor, admit=self.admit)
+        except EntryChanged:
+            raise _LeaseHeld from None
         except IntegrityError as error:
             dialect.raise_unless_unique(error)
             raise _LeaseHeld from None

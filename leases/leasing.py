@@ -14,7 +14,7 @@ from billing import budgets
 from billing.models import Tab
 from leases import failed_by
 from leases.allow_lists import AllowLists
-from leases.environments.entry import IS_PARTICIPANT_SQL, Entry
+from leases.environments.entry import IS_PARTICIPANT_SQL, Entry, EntryChanged
 from leases.environments.models import Environment
 from leases.errors import Conflict, InvalidRequest, LeaseEnded, NotAllowed
 from leases.models import Agent, EnvironmentType, Lease, LeaseEvent, LeaseStatus
@@ -114,6 +114,8 @@ def acquire(request: LeaseRequest, *, now: datetime, actor: str = "", admit: Cal
         try:
             with transaction.atomic(durable=True):
                 return grant(request, basis, now=now, actor=actor, admit=admit), True
+        except EntryChanged:
+            continue  # the next attempt reads the rows again
         except IntegrityError as error:
             dialect.raise_unless_unique(error)
             continue  # a concurrent call granted it after the SELECT: return that lease

@@ -133,7 +133,7 @@ def test_a_removed_webhook_is_a_record(administrator: Client, webhook: Webhook) 
 def test_a_failed_delivery_is_sent_again(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     delivery = happen()
     receiver.status = 503
-    for minutes in (0, 3 * 24 * 60):
+    for minutes in (0, 3 * 24 * 60 + 1):
         Delivery.objects.update(due_at=NOW, tries=delivering.MIN_ATTEMPTS - 1)
         Webhook.objects.update(failures=delivering.MIN_ATTEMPTS - 1, retry_at=None)
         delivering.deliver_due(now=NOW + minutes * MINUTE)

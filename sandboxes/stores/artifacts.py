@@ -254,7 +254,7 @@ class ArtifactStore:
         oldest_first = sorted(current.values(), key=lambda version: version.stamp)
         surplus = oldest_first[: bounds.count_surplus([(version.stamp.at, version.size) for version in oldest_first])]
         removable = [version for version in versions if current[version.name] != version] + surplus
-        unreferenced = self._find_unreferenced(claims, before=now - ORPHAN_GRACE_PERIOD)
+        unreferenced = self._find_unreferenced(versions, claims, before=now - ORPHAN_GRACE_PERIOD)
         self._remove_versions(removable, now=now)
         self.store.remove_many(unreferenced)
         self.index.compact_if_needed(now=now)
@@ -262,18 +262,16 @@ class ArtifactStore:
             chain((version.size for version in removable), (parse_stamped_key(key)[1] for key in unreferenced))
         )
 
-    def _find_unreferenced(self, claims: ContentClaims, *, before: datetime) -> list[str]:
+    def _find_unreferenced(self, versions: Sequence[ArtifactVersion], claims: ContentClaims, *, before: datetime) -> list[str]:
         """Return the keys of content older than `before` that is neither claimed nor in the index.
 
-        The index is read after the claims, so that an entry written meanwhile is seen: a claim ends after its entry."""
-        stamps = {key: parse_stamped_key(key)[0] for key in self.store.list(f"{self.prefix}/")}
-        candidates = self._leave_out_referenced({key for key, stamp in stamps.items() if stamp.at < before}, stamps)
-        unclaimed = candidates - claims.find(candidates)
-        return sorted(self._leave_out_referenced(unclaimed, stamps))
-
-    def _leave_out_referenced(self, keys: set[str], stamps: Mapping[str, Stamp]) -> set[str]:
-        referenced = {version.stamp for version in self.index.versions()} if keys else set[Stamp]()
-        return {key for key in keys if stamps[key] not in referenced}
+        If content is neither in `versions` nor claimed, the index is read again, so that an entry written meanwhile is seen: a
+        claim ends after its entry."""
+        keys = [key for key in self.store.list(f"{self.prefix}/") if parse_stamped_key(key)[0].at < before]
+        candidates = _leave_out_referenced(keys, versions)
+        claimed = claims.find(candidates)
+        unclaimed = [key for key in candidates if key not in claimed]
+        return _leave_out_referenced(unclaimed, self.index.versions()) if unclaimed else []
 
     def _find_versions(self, name: str) -> Sequence[ArtifactVersion]:
         if not re.fullmatch(NAME_PATTERN, name, re.ASCII):
@@ -286,6 +284,11 @@ class ArtifactStore:
 
     def _content_key(self, version: ArtifactVersion) -> str:
         return f"{self.prefix}/{version.stamp}.{version.size}"
+
+
+def _leave_out_referenced(keys: Iterable[str], versions: Iterable[ArtifactVersion]) -> list[str]:
+    referenced = {version.stamp for version in versions}
+    return [key for key in keys if parse_stamped_key(key)[0] not in referenced]
 
 
 def _measure(source: BinaryIO) -> tuple[int, str]:

@@ -43,12 +43,13 @@ remote-suites: install ## run the crash, race and simulation suites on an emulat
 kind-test: install ## run the tests of the Kubernetes provider on the cluster of KUBECONFIG, see docs/kubernetes.md
 	@.ci/kind-test $(ARGS)
 
-lint: install ## run ruff, mypy and the import contracts
+lint: install ## run ruff, mypy, the import contracts and the rules of migrations
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python .ci/language
+	@$(py) -m tests.lint
 
 format: install ## fix and format with ruff
 	@.venv/bin/ruff check --fix-only --quiet .

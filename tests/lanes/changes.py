@@ -1,10 +1,10 @@
 """Parts of the matrix that a change adds to `make test`: a table of folders, and the paths that have changed."""
 
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tests.lanes.table import MATRIX, REPO, VENDORS
+from tests.lint.base import find_base, run_git
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,7 @@ def find_rule(path: str) -> Rule | None:
 
 def list_changes() -> list[str]:
     """Return the paths that differ from the last commit that the remote branch has, without a remote branch none."""
-    base = run_git("merge-base", "HEAD", "@{upstream}") or run_git("merge-base", "HEAD", "origin/HEAD")
-    if not base:
+    if not (base := find_base(REPO)):
         return []
-    changed = run_git("diff", "--name-only", "--no-renames", base[0])
-    return sorted({*changed, *run_git("ls-files", "--others", "--exclude-standard")})
-
-
-def run_git(*arguments: str) -> list[str]:
-    """Return the lines that a command of Git prints, none if it fails: no repository, or no such branch."""
-    done = subprocess.run(["git", *arguments], cwd=REPO, capture_output=True, text=True)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    changed = run_git("diff", "--name-only", "--no-renames", base, repo=REPO)
+    return sorted({*changed, *run_git("ls-files", "--others", "--exclude-standard", repo=REPO)})

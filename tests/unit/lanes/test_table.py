@@ -10,6 +10,7 @@ from tests.emulators.registry import EMULATORS
 from tests.lanes import changes
 from tests.lanes.changes import RULES, find_rule, select_parts
 from tests.lanes.table import FAST, MATRIX, PARTS, POSTGRES, REPO, SQLITE, VENDORS, Part
+from tests.lint.base import BASE_VARIABLE
 
 REASON = re.compile(r"mark\.matrix\(\"([^\"]*)\"")
 NAMED_TEST = re.compile(r"\b(?:tests/[\w/]+|test_\w+)(?:\.py\b)?")
@@ -115,6 +116,7 @@ def commit(directory: Path, name: str) -> None:
 
 
 def test_changes_are_those_since_the_last_commit_of_the_remote_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BASE_VARIABLE, raising=False)
     origin, clone = tmp_path / "origin", tmp_path / "clone"
     origin.mkdir()
     run_git(origin, "init", "--initial-branch=main")

@@ -3,7 +3,7 @@
 import uuid
 
 from django.db import models
-from django.db.models import F, Q
+from django.db.models import F, Q, Value
 
 from leases.models.environment_types import EnvironmentType
 from sandboxes.models import Pool, SkipReason
@@ -33,7 +33,7 @@ class Lease(models.Model):
         help_text="Pool of the lease's sandbox, or of the last one; before the first one, the first pool that is tried.",
     )  # fmt: skip
     pools = models.JSONField(
-        default=list, blank=True,
+        default=list, db_default=Value([], models.JSONField()), blank=True,
         help_text="Names of the pools that the lease may use: that of its request, or those of the API key. Empty: those of "
         "the environment type.",
     )  # fmt: skip
@@ -44,15 +44,25 @@ class Lease(models.Model):
         null=True, blank=True, help_text="CPU of its sandboxes, millicores, as requested. Empty: that of the pool."
     )
     size = models.CharField(
-        max_length=32, blank=True, help_text="Instance type whose memory and CPU were requested. Empty: none was named."
+        max_length=32,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="Instance type whose memory and CPU were requested. Empty: none was named.",
     )
     disk_mib = models.PositiveIntegerField(
         null=True, blank=True, help_text="Disk of its sandboxes, MiB, as requested. Empty: that of the vendor."
     )
-    gpus = models.PositiveSmallIntegerField(default=0, help_text="Number of GPUs of its sandboxes, as requested.")
-    gpu_type = models.CharField(max_length=32, blank=True, help_text="Type of its GPUs, as requested. Empty: any.")
+    gpus = models.PositiveSmallIntegerField(default=0, db_default=0, help_text="Number of GPUs of its sandboxes, as requested.")
+    gpu_type = models.CharField(
+        max_length=32, blank=True, default="", db_default="", help_text="Type of its GPUs, as requested. Empty: any."
+    )
     image = models.CharField(
-        max_length=255, blank=True, help_text="Image of its sandboxes, as requested. Empty: that of the pool."
+        max_length=255,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="Image of its sandboxes, as requested. Empty: that of the pool.",
     )
     status = models.CharField(max_length=16, choices=LeaseStatus.choices, default=LeaseStatus.ACTIVE)
     leased_at = models.DateTimeField()
@@ -151,7 +161,13 @@ class LeaseEvent(models.Model):
         help_text="Pool that was passed over.",
     )  # fmt: skip
     skip_reason = models.CharField(
-        max_length=16, blank=True, choices=SkipReason.choices, editable=False, help_text="Reason for which it was passed over."
+        max_length=16,
+        blank=True,
+        default="",
+        db_default="",
+        choices=SkipReason.choices,
+        editable=False,
+        help_text="Reason for which it was passed over.",
     )
     request = models.OneToOneField(
         "self", on_delete=models.PROTECT, null=True, blank=True, editable=False, related_name="outcome",

@@ -30,7 +30,7 @@ class Turn(models.Model):
     skipped = models.BooleanField(default=False)
     answer = models.TextField(blank=True, help_text="Action as JSON text.")
     state = models.TextField(
-        blank=True, editable=False,
+        blank=True, default="", db_default="", editable=False,
         help_text="Input as JSON text. Empty: longer than turns.MAX_STATE_BYTES, or past its retention.",
     )  # fmt: skip
 
@@ -80,7 +80,9 @@ class IdempotentRequest(models.Model):
     fingerprint = models.CharField(max_length=64, help_text="SHA-256 of method, path and body.")
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField(help_text="Past this time a request without a response counts as abandoned.")
-    claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that executes the request.")
+    claimed_by = models.CharField(
+        max_length=64, blank=True, default="", db_default="", help_text="Control-plane instance that executes the request."
+    )
     expires_at = models.DateTimeField(db_index=True)
     run_id = models.UUIDField(null=True, unique=True, help_text="Run that the caller named. It belongs to one key holder.")
     status_code = models.PositiveSmallIntegerField(null=True)

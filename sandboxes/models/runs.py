@@ -61,7 +61,9 @@ class Run(models.Model):
     cwd = models.CharField(max_length=4096, default="/workspace")
     claimed_by = models.CharField(max_length=64, blank=True, help_text="Control-plane instance that waits for the result.")
     claim = models.UUIDField(null=True, editable=False, help_text="Token of the process that waits for the result.")
-    released = models.BooleanField(default=False, editable=False, help_text="The process that waited for the result is dead.")
+    released = models.BooleanField(
+        default=False, db_default=False, editable=False, help_text="The process that waited for the result is dead."
+    )
     has_recorder = models.BooleanField(
         default=False, db_default=False, editable=False, help_text="A recorder reads the output and acknowledges the result."
     )

@@ -61,7 +61,8 @@ class Sandbox(models.Model):
     )  # fmt: skip
     isolated = models.BooleanField(default=False)
     network = models.CharField(
-        max_length=16, default=Network.OPEN.value, choices=[(one.value, one.value) for one in Network],
+        max_length=16, choices=[(one.value, one.value) for one in Network],
+        default=Network.OPEN.value, db_default=Network.OPEN.value,
         help_text="Destinations that the current incarnation reaches.",
     )  # fmt: skip
     measured = models.BooleanField(default=False, help_text="The provider reports CPU and memory use.")
@@ -70,19 +71,21 @@ class Sandbox(models.Model):
     memory_mib = models.PositiveIntegerField()
     millicpus = models.PositiveIntegerField()
     disk_mib = models.PositiveIntegerField(null=True, blank=True, help_text="Disk as requested, MiB. Empty: the vendor's.")
-    gpus = models.PositiveSmallIntegerField(default=0)
-    gpu_type = models.CharField(max_length=32, blank=True, help_text="Empty: any type, or no GPU.")
-    sized = models.BooleanField(default=False, editable=False, help_text="Memory, CPU or disk was requested for this sandbox.")
+    gpus = models.PositiveSmallIntegerField(default=0, db_default=0)
+    gpu_type = models.CharField(max_length=32, blank=True, default="", db_default="", help_text="Empty: any type, or no GPU.")
+    sized = models.BooleanField(
+        default=False, db_default=False, editable=False, help_text="Memory, CPU or disk was requested for this sandbox."
+    )
     pids = models.PositiveIntegerField()
     pod_uid = models.CharField(
-        max_length=64, blank=True, default="", editable=False,
+        max_length=64, blank=True, default="", db_default="", editable=False,
         help_text="Identity of the current incarnation's Pod: another Pod of the same name is not this sandbox.",
     )  # fmt: skip
     pod_end_cause = models.CharField(
-        max_length=32, blank=True, default="", editable=False,
+        max_length=32, blank=True, default="", db_default="", editable=False,
         help_text="FailureCause of this Pod's end, as a watch has seen it. Empty: not known.",
     )  # fmt: skip
-    pod_end_message = models.TextField(blank=True, default="", editable=False)
+    pod_end_message = models.TextField(blank=True, default="", db_default="", editable=False)
     pending_since = models.DateTimeField(
         null=True,
         blank=True,
@@ -112,7 +115,10 @@ class Sandbox(models.Model):
         null=True, blank=True, help_text="Time in waiting after which the sandbox is suspended. Empty: never."
     )
     frozen = models.BooleanField(
-        default=False, editable=False, help_text="Its processes may be frozen: they are resumed before the next use."
+        default=False,
+        db_default=False,
+        editable=False,
+        help_text="Its processes may be frozen: they are resumed before the next use.",
     )
     held_until = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Latest end of the lease that holds this sandbox, renewals included."
@@ -147,14 +153,14 @@ class Sandbox(models.Model):
     )  # fmt: skip
     workspace_bytes = models.PositiveBigIntegerField(null=True, blank=True)
     measured_at = models.DateTimeField(null=True, blank=True)
-    measure_seconds = models.FloatField(default=0, editable=False, help_text="Duration of the last measurement.")
+    measure_seconds = models.FloatField(default=0, db_default=0, editable=False, help_text="Duration of the last measurement.")
     lost_at = models.DateTimeField(
         null=True, blank=True, help_text="Time at which the provider reported the sandbox missing. Unsaved changes are lost."
     )
     warm_hits = models.PositiveIntegerField(default=0, help_text="Runs without a wake.")
     woken_local = models.PositiveIntegerField(default=0)
     woken_cloud = models.PositiveIntegerField(default=0)
-    woken_vendor = models.PositiveIntegerField(default=0)
+    woken_vendor = models.PositiveIntegerField(default=0, db_default=0)
     woken_fresh = models.PositiveIntegerField(default=0)
     slept = models.PositiveIntegerField(default=0, help_text="Number of evictions.")
     claim = models.UUIDField(null=True, blank=True, help_text="Token of the worker that owns the in-flight state.")
@@ -162,16 +168,22 @@ class Sandbox(models.Model):
     deadline_at = models.DateTimeField(null=True, blank=True, help_text="Deadline of the claim. A sweep continues after it.")
     tries = models.PositiveIntegerField(default=0, help_text="Failed destroy attempts in a row.")
     persisted = models.BooleanField(
-        default=False, editable=False, help_text="The state of this incarnation is stored, and no run has begun since."
+        default=False,
+        db_default=False,
+        editable=False,
+        help_text="The state of this incarnation is stored, and no run has begun since.",
     )
     persist_failures = models.PositiveIntegerField(
-        default=0, help_text="Failed attempts in a row to store the state. A run resets the count."
+        default=0, db_default=0, help_text="Failed attempts in a row to store the state. A run resets the count."
     )
     unreadable_tries = models.PositiveIntegerField(
-        default=0, editable=False, help_text="Failed attempts in a row to read the state, with the sandbox as the cause."
+        default=0,
+        db_default=0,
+        editable=False,
+        help_text="Failed attempts in a row to read the state, with the sandbox as the cause.",
     )
     final_persist = models.CharField(
-        max_length=8, choices=FinalPersist.choices, default=FinalPersist.ALL, editable=False,
+        max_length=8, choices=FinalPersist.choices, default=FinalPersist.ALL, db_default=FinalPersist.ALL, editable=False,
         help_text="Unsaved state that is stored before the sandbox is destroyed.",
     )  # fmt: skip
     last_error = models.TextField(blank=True)

@@ -47,14 +47,23 @@ class Snapshot(models.Model):
         help_text="Host that wrote the newest local copy.",
     )  # fmt: skip
     vendor_snapshot = models.CharField(
-        max_length=100, blank=True, help_text="Id of the vendor's own snapshot of the same files, from which a wake is faster."
+        max_length=100,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="Id of the vendor's own snapshot of the same files, from which a wake is faster.",
     )
     vendor_host = models.ForeignKey(
         "sandboxes.Host", on_delete=models.PROTECT, null=True, blank=True, related_name="+",
         help_text="Account at the vendor that has the vendor's snapshot.",
     )  # fmt: skip
     vendor_digest = models.CharField(
-        max_length=64, blank=True, editable=False, help_text="SHA-256 of the listing of the files in the vendor's snapshot."
+        max_length=64,
+        blank=True,
+        default="",
+        db_default="",
+        editable=False,
+        help_text="SHA-256 of the listing of the files in the vendor's snapshot.",
     )
     vendor_expires_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the vendor deletes its snapshot.")
     forgotten_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the objects were removed.")

@@ -31,12 +31,12 @@ def main() -> None:
     except ImproperlyConfigured as error:
         sys.exit(str(error))
     except DatabaseError as error:
-        from sandboxes.management.base import explain_database_error, lacks_migrations
+        from sandboxes.management.base import explain_database_error, find_schema_error
 
         if (
             "--traceback" in sys.argv
             or sys.argv[1] == "migrate"
-            or not (isinstance(error, OperationalError) or lacks_migrations())
+            or not (isinstance(error, OperationalError) or find_schema_error())
         ):
             raise
         sys.exit(explain_database_error(error))

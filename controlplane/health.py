@@ -27,7 +27,7 @@ from controlplane import schedules
 from sandboxes import installation_marks, long_calls, pool_stats, providers
 from sandboxes.db import database_time
 from sandboxes.db.clock import format_optional_timestamp
-from sandboxes.db.migrations import MIGRATIONS_MISSING, find_unapplied_migrations
+from sandboxes.db.migrations import SchemaStatus, read_status
 from sandboxes.failures import needs_operator
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Installation, Sweep
@@ -65,8 +65,9 @@ def readyz(request: HttpRequest) -> JsonResponse:
 def check_health(*, now: datetime) -> dict[str, Any]:
     """Build the health report. `missing` has the conditions that prevent leases, `warnings` those that need an operator."""
     try:
-        if find_unapplied_migrations():
-            return _build_report(database=True, migrated=False, missing=[MIGRATIONS_MISSING])
+        schema = read_status()
+        if schema_error := schema.explain_error():
+            return _build_report(database=True, migrated=False, missing=[schema_error])
         sweep_rows = _load_sweeps()
         queued = OrmQ.objects.count()
         pools = pool_stats.collect_pool_stats(now=now)
@@ -102,7 +103,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
     disk = disk_space.measure_free_space()
     warnings = [
-        *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
+        *_iter_schema_warnings(schema), *_iter_warnings(pools, total, unsaved, drift, egress),
+        *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
         *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, now=now), *_iter_sweep_warnings(overdue),
         *_iter_store_warnings(missing_state, is_unmarked=is_unmarked),
@@ -148,6 +150,12 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
         yield f"Sandboxes stalled past their deadline: {total.stalled}."
     if drift:
         yield f"Pool or quota counters corrected by the last recount: {drift}."
+
+
+def _iter_schema_warnings(schema: SchemaStatus) -> Iterator[str]:
+    """Yield a warning about a newer database. It makes nothing unready: the version before serves until it is replaced."""
+    if newer := schema.explain_newer():
+        yield newer
 
 
 def _iter_sweep_warnings(overdue: Sequence[str]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from pytest_django import DjangoDbBlocker
 from leases import leasing
 from leases.models import Lease
 from sandboxes import claims, lifecycle, providers
-from sandboxes.db import clock, connection_errors
+from sandboxes.db import clock, connection_errors, migrations
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.storage import get_store
@@ -100,6 +100,7 @@ def django_db_keepdb(django_db_keepdb: bool) -> bool:
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
     """Restore the migrated rows after tests with real transactions (transaction=True), whose rows threads can see."""
+    migrations.load_known.cache_clear()  # Django disables all migrations while it takes the template over
     with pytest.MonkeyPatch.context() as patch:
         with django_db_blocker.unblock():
             rows = MigratedRows()

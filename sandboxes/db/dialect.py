@@ -10,7 +10,7 @@ from datetime import UTC, date, datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import DEFAULT_DB_ALIAS, IntegrityError, connections
+from django.db import DEFAULT_DB_ALIAS, Error, IntegrityError, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 UNIQUE_VIOLATION = "23505"  # SQLSTATE: https://www.postgresql.org/docs/current/errcodes-appendix.html
@@ -18,6 +18,11 @@ UNIQUE_VIOLATION = "23505"  # SQLSTATE: https://www.postgresql.org/docs/current/
 SQLITE_UNIQUE_ERRORS = frozenset(
     {sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, sqlite3.SQLITE_CONSTRAINT_ROWID}
 )
+LOCK_CONFLICTS = frozenset({"55P03", "40P01"})  # lock timeout, deadlock
+SQLITE_LOCK_CONFLICTS = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+CONNECTION_EXCEPTIONS = "08"  # class of SQLSTATEs
+# The server stops, is started, or has no free connection.
+UNAVAILABLE = frozenset({"57P01", "57P02", "57P03", "53300"})
 
 
 def get_connection() -> BaseDatabaseWrapper:
@@ -219,3 +224,27 @@ def raise_unless_unique(error: IntegrityError) -> None:
     cause = error.__cause__
     if getattr(cause, "sqlstate", "") != UNIQUE_VIOLATION and getattr(cause, "sqlite_errorcode", 0) not in SQLITE_UNIQUE_ERRORS:
         raise error
+
+
+def is_unavailable(error: Error) -> bool:
+    """Return whether the database cannot be reached, or the connection was lost. Other errors have a cause of their own."""
+    if isinstance(error, InterfaceError) or not isinstance(error, OperationalError):
+        return isinstance(error, InterfaceError)
+    cause = error.__cause__
+    if isinstance(cause, sqlite3.Error):
+        return _get_sqlite_error(cause) == sqlite3.SQLITE_CANTOPEN
+    state = getattr(cause, "sqlstate", None)  # the driver has none for a connection that could not be made or has broken
+    return not state or state.startswith(CONNECTION_EXCEPTIONS) or state in UNAVAILABLE
+
+
+def is_lock_conflict(error: Error) -> bool:
+    """Return whether a statement failed for the locks of other transactions alone: a repetition may succeed."""
+    cause = error.__cause__
+    if isinstance(cause, sqlite3.Error):
+        return _get_sqlite_error(cause) in SQLITE_LOCK_CONFLICTS
+    return getattr(cause, "sqlstate", None) in LOCK_CONFLICTS
+
+
+def _get_sqlite_error(error: sqlite3.Error) -> int:
+    """Return the primary result code, without its extension. 0: the driver gives none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -5,14 +5,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import structlog
 from django.core.management.base import CommandError
 from django.db import Error as DatabaseError
-from django.db import InterfaceError, OperationalError
 
-from sandboxes.db import migrations
+from sandboxes.db import dialect, migrations
 from sandboxes.errors import SandboxError
 from sandboxes.providers.errors import ProviderError
 
+log = structlog.get_logger(__name__)
 EXIT_INTERRUPTED = 130
 
 
@@ -30,39 +31,60 @@ def report_errors(verbosity: int) -> Iterator[None]:
     except (SandboxError, ProviderError) as error:
         raise CommandError(str(error)) from error
     except DatabaseError as error:
-        raise CommandError(explain_database_error(error)) from error
+        raise build_command_error(error) from error
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         root.setLevel(level)
 
 
+def build_command_error(error: DatabaseError) -> CommandError:
+    """Return the error with which a command ends. A fault of the code or of the schema is logged with its traceback."""
+    if not dialect.is_unavailable(error) and not dialect.is_lock_conflict(error) and not find_schema_error():
+        log.error("database error", exc_info=error)
+    return CommandError(explain_database_error(error))
+
+
 def explain_database_error(error: DatabaseError) -> str:
-    """Return the cause of a database error as one line: migrations that are missing, or the database's own message."""
-    if lacks_migrations():
-        return migrations.MIGRATIONS_MISSING
-    is_unavailable = isinstance(error, OperationalError | InterfaceError)
-    return f"The database {'does not respond' if is_unavailable else 'reports an error'}: {first_line(error)}"
-
-
-def lacks_migrations() -> bool:
-    """Return whether the database lacks migrations. False if the database does not respond."""
+    """Return the cause of a database error as one line: another version's database, or the database's own message."""
     try:
-        return bool(migrations.find_unapplied_migrations())
+        status = migrations.read_status()
     except DatabaseError:
-        return False
+        status = migrations.SchemaStatus()
+    if reason := status.explain_error():
+        return reason
+    is_unavailable = dialect.is_unavailable(error)
+    cause = "does not respond" if is_unavailable else f"reports an error: {type(error).__name__}"
+    line = f"The database {cause}: {first_line(error)}"
+    newer = "" if is_unavailable else status.explain_newer()
+    return f"{line}. {newer}" if newer else line
+
+
+def find_schema_error() -> str:
+    """Return the reason why this version cannot use the database, or "". "" if the database does not respond."""
+    try:
+        return migrations.read_status().explain_error()
+    except DatabaseError:
+        return ""
 
 
 def require_migrated() -> None:
-    """Raise CommandError if the database lacks migrations, and DatabaseError if it does not respond."""
-    if migrations.find_unapplied_migrations():
-        raise CommandError(migrations.MIGRATIONS_MISSING)
+    """Raise CommandError if this version cannot use the database, and DatabaseError if it does not respond.
+
+    A database of the next version is only logged: this version serves on it until it is replaced."""
+    status = migrations.read_status()
+    if reason := status.explain_error():
+        raise CommandError(reason)
+    if newer := status.explain_newer():
+        log.warning("database is newer", reason=newer)
 
 
 def refuse_unmigrated() -> None:
     """Like require_migrated, for processes that start without a database and wait for it."""
-    if lacks_migrations():
-        raise CommandError(migrations.MIGRATIONS_MISSING)
+    try:
+        require_migrated()
+    except DatabaseError as error:
+        log.warning("migrations not checked", error=first_line(error))
 
 
 def require_utf8(option: str, text: str) -> str:

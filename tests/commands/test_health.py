@@ -83,10 +83,33 @@ def test_without_a_database_healthz_is_503_and_livez_is_not(client, monkeypatch:
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
-def test_an_unapplied_migration_is_missing(client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "find_unapplied_migrations", lambda: ["leases.0099_later"])
+def record_migration(name: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO django_migrations (app, name, applied) VALUES ('leases', %s, CURRENT_TIMESTAMP)", [name])
+
+
+def test_an_unapplied_migration_is_missing_although_none_was_before(client, heartbeats) -> None:
+    assert client.get("/readyz").status_code == 200
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM django_migrations WHERE id = (SELECT MAX(id) FROM django_migrations WHERE app = 'leases')")
     assert client.get("/healthz").status_code == 200
     assert client.get("/readyz").json()["missing"] == ["Migrations are not applied: run manage.py migrate."]
+
+
+def test_a_newer_database_is_a_warning_since_the_version_before_serves_on_it(client, heartbeats) -> None:
+    record_migration("9999_later")
+    response = client.get("/readyz")
+    assert (response.status_code, response.json()["missing"]) == (200, [])
+    assert response.json()["warnings"][0].startswith(
+        "The database is newer than this version, which does not know the migration leases.9999_later."
+    )
+
+
+def test_a_database_of_another_history_is_missing(client, heartbeats) -> None:
+    record_migration("0002_other")
+    response = client.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["missing"][0].startswith("The migrations of this database are not those of this version")
 
 
 def test_queued_tasks_are_counted(client, heartbeats) -> None:
@@ -134,5 +157,5 @@ def test_a_host_whose_clock_is_wrong_is_ready_and_says_so(
 
 def test_a_probe_costs_few_queries(client, heartbeats, django_assert_max_num_queries) -> None:
     client.get("/readyz")
-    with django_assert_max_num_queries(10):
+    with django_assert_max_num_queries(11):
         client.get("/readyz")

@@ -14,7 +14,6 @@ from django.utils import timezone
 from controlplane import schedules
 from leases import api_keys, execution
 from leases.models import Agent, AgentKey, Lease, LeaseEvent
-from sandboxes.db import migrations
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import ProgramResult
@@ -190,7 +189,6 @@ def test_without_a_database_each_command_reports_it_in_one_line(monkeypatch: pyt
         raise OperationalError("connection failed\nDETAIL: password=secret")
 
     monkeypatch.setattr(connection, "cursor", down)
-    monkeypatch.setattr(migrations, "_migrations_applied", [])
     for argv in (["release", NO_LEASE], ["quickstart"]):
         with pytest.raises(CommandError, match=r"^The database does not respond: connection failed$"):
             call(*argv)

@@ -5,6 +5,7 @@ from django.contrib.auth import authenticate, get_user_model
 from django.core.management import CommandError
 
 from sandboxes.db import migrations
+from sandboxes.db.migrations import SchemaStatus
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
 from tests.commands.manage import call
@@ -50,6 +51,6 @@ def test_an_ordinary_user_of_that_name_is_not_promoted() -> None:
 
 
 def test_without_migrations_the_error_names_the_command_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "find_unapplied_migrations", lambda: ["leases.0001_initial"])
+    monkeypatch.setattr(migrations, "read_status", lambda: SchemaStatus(unapplied=("leases.0001_initial",)))
     with pytest.raises(CommandError, match="run manage"):
         call("quickstart")

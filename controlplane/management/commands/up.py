@@ -27,7 +27,7 @@ from sandboxes import long_calls, providers
 from sandboxes.db import database_time, migrations
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
-from sandboxes.management.base import explain_database_error, first_line, require_migrated
+from sandboxes.management.base import build_command_error, first_line, require_migrated
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.pool import prewarmed
 from sandboxes.providers.base import Provider
@@ -79,7 +79,7 @@ class Command(BaseCommand):
         except supervisor.AlreadyRunning as error:
             raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({error}).") from None
         except DatabaseError as error:
-            raise CommandError(explain_database_error(error)) from None
+            raise build_command_error(error) from None
         except PermissionError as error:
             raise CommandError(f"LEASEHOLD_STATE_DIR cannot be used: {error}") from None
 
@@ -156,6 +156,8 @@ class Command(BaseCommand):
         self.print_line(f"admin {url}/admin/, API {url}/api/docs, provider {provider.name}")
         if not provider.isolated:
             self.print_line(f"WARNING: {provider.name.upper()} DOES NOT ISOLATE. AGENTS ACT WITH THIS USER'S RIGHTS.")
+        if newer := migrations.read_status().explain_newer():
+            self.print_line(f"WARNING: {newer}")
         for line in checks.list_engine_problems():
             self.print_line(line)
 
@@ -222,7 +224,7 @@ def build_image_and_database() -> None:
     try:
         if providers.get_default_provider_name() == "docker":
             call_command("build_image")
-        if migrations.find_unapplied_migrations():
+        if migrations.read_status().unapplied:
             call_command("migrate", verbosity=0)
         call_command("quickstart")
     except CommandError as error:

@@ -11,6 +11,8 @@ from django.db.backends.postgresql import base
 from django.db.utils import DatabaseErrorWrapper, OperationalError
 from django.utils.functional import cached_property
 
+from sandboxes.db.postgresql.schema import DatabaseSchemaEditor
+
 # SQLSTATEs of psycopg.InternalError: https://www.postgresql.org/docs/current/errcodes-appendix.html
 READ_ONLY_TRANSACTION = "25006"  # a standby in recovery, or a server that an operator or its vendor has made read-only
 IDLE_TRANSACTION_ENDED, TRANSACTION_TIMED_OUT = "25P03", "25P04"
@@ -33,6 +35,8 @@ class DatabaseWrapper(base.DatabaseWrapper):
     """Database connection whose health check executes a statement only if there is a sign of a broken connection.
 
     With CONN_HEALTH_CHECKS Django checks a persistent connection before the first statement of each request."""
+
+    SchemaEditorClass = DatabaseSchemaEditor
 
     @cached_property
     def wrap_database_errors(self) -> DatabaseErrorWrapper:

@@ -25,7 +25,7 @@ from django_q.models import OrmQ
 from billing import budgets
 from controlplane import schedules
 from sandboxes import installation_marks, long_calls, pool_stats, providers
-from sandboxes.db import database_time
+from sandboxes.db import database_time, dialect
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import SchemaStatus, read_status
 from sandboxes.failures import needs_operator
@@ -77,8 +77,11 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         hosts = [*Host.objects.all()]
         mismatch = installation_marks.has_recorded_mismatch()
         is_writable = _is_writable()
-    except DatabaseError:
-        return _build_report(database=False, missing=["The database does not respond."])
+    except DatabaseError as error:
+        if dialect.is_unavailable(error):
+            return _build_report(database=False, missing=["The database does not respond."])
+        log.exception("health report failed")
+        return _build_report(database=True, missing=["The database reports an error. The log has it."])
     skew = database_time.get_skew()
     egress = _get_sweep_status(sweep_rows.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
     sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in sweep_rows.items()}

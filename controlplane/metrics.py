@@ -118,7 +118,9 @@ def metrics(request: HttpRequest) -> HttpResponse:
         return HttpResponse(message, status=403, content_type=PLAIN_TEXT)
     try:
         snapshot = snapshot_cache.get(database_time.now())
-    except DatabaseError:
+    except DatabaseError as error:
+        if not dialect.is_unavailable(error):
+            raise
         return HttpResponse("The database does not respond.\n", status=503, content_type=PLAIN_TEXT)
     return HttpResponse(generate_latest(SnapshotCollector(snapshot)), content_type=CONTENT_TYPE_PLAIN_0_0_4)
 

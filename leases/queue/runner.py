@@ -9,7 +9,6 @@ from collections.abc import Callable
 from datetime import datetime
 
 import structlog
-from django.db import Error as DatabaseError
 from django.db import close_old_connections, connections
 
 from leases.queue import attempts, queue
@@ -17,6 +16,7 @@ from leases.queue.models import QueuedRun
 from leases.queue.queue import Attempt
 from sandboxes import installation_marks, long_calls
 from sandboxes.db import database_time
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 
 log = structlog.get_logger(__name__)
 # Between two looks at the queue. Runs that this process queues start at once.
@@ -135,7 +135,7 @@ class Runner:
                     pause = IDLE_POLL_SECONDS if is_idle else POLL_SECONDS
                     if not is_idle:
                         self.run_pending()
-                except DatabaseError as error:
+                except CONNECTION_ERRORS as error:
                     log.warning("runner: the database does not respond", error=str(error))
                 except Exception:  # the next look tries again
                     log.exception("runner failed")

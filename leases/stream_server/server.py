@@ -23,6 +23,7 @@ from leases.stream_server.terminals import Terminals
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time
 from sandboxes.db.clock import Clock
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.errors import ProcessEnded, SandboxError, SandboxNotHeld
 from sandboxes.redaction.texts import omit_answers
@@ -106,10 +107,13 @@ def build_application(terminals: Terminals, previews: Previews) -> web.Applicati
             return build_problem(error.status, error.text or error.reason)
         except tuple(STATUS_BY_ERROR) as error:
             status = next(status for kind, status in STATUS_BY_ERROR.items() if isinstance(error, kind))
-            if isinstance(error, DatabaseError):
-                log.error("database", error=str(error))
-            detail = "The database did not answer." if isinstance(error, DatabaseError) else str(error)
-            return build_problem(status, detail, code=getattr(error, "code", ""))
+            if not isinstance(error, DatabaseError):
+                return build_problem(status, str(error), code=getattr(error, "code", ""))
+            if not isinstance(error, CONNECTION_ERRORS):
+                log.error("unexpected", path=request.path, exc_info=error)
+                return build_problem(500, "Internal error in the control plane. It was logged.")
+            log.error("database", error=str(error))
+            return build_problem(status, "The database did not answer.")
 
     application = web.Application(middlewares=[route_hosts])
     application.router.add_get("/healthz", _report_health)

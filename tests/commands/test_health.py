@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connection
+from django.db import OperationalError, ProgrammingError, connection
 from django.utils import timezone
 
 from controlplane import health, schedules
@@ -81,6 +81,18 @@ def test_without_a_database_healthz_is_503_and_livez_is_not(client, monkeypatch:
         assert (response.status_code, response.json()) == (503, report)
     response = client.get("/livez")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+def test_a_fault_of_the_schema_is_not_reported_as_a_database_that_does_not_respond(
+    client, heartbeats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ProgrammingError("column secret does not exist")
+
+    monkeypatch.setattr(health, "_load_sweeps", fail)
+    response = client.get("/readyz")
+    assert (response.status_code, response.json()["missing"]) == (503, ["The database reports an error. The log has it."])
+    assert client.get("/healthz").status_code == 200
 
 
 def record_migration(name: str) -> None:

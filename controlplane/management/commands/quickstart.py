@@ -8,7 +8,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import IntegrityError, transaction
 
 from leases.management.base import report_errors
-from sandboxes.db import database_time
+from sandboxes.db import database_time, dialect
 from sandboxes.hosts import capacity
 from sandboxes.management.base import require_migrated
 from sandboxes.models import Pool
@@ -34,7 +34,8 @@ class Command(BaseCommand):
         try:
             with transaction.atomic():
                 users.create_superuser(SUPERUSER_NAME, password=password)
-        except IntegrityError:
+        except IntegrityError as error:
+            dialect.raise_unless_unique(error)
             raise CommandError(
                 f'The user "{SUPERUSER_NAME}" exists but is not a superuser. Run manage.py createsuperuser.'
             ) from None

@@ -18,6 +18,7 @@ from django.db import Error as DatabaseError
 from sandboxes.agent import internal
 from sandboxes.agent.gateway import AgentGateway, AgentSession, Session
 from sandboxes.agent.protocol import RawFrame
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.agent_sessions import routes
 from sandboxes.egress.agent_sessions.routes import OpenConnection
@@ -202,5 +203,8 @@ class AgentSessionServer:
 
 
 def _build_unavailable(error: DatabaseError) -> web.Response:
+    if not isinstance(error, CONNECTION_ERRORS):
+        log.error("agent not admitted", exc_info=error)
+        return build_error_response(500, "internal_error", "Internal error in the control plane. It was logged.")
     log.error("agent not admitted", error=str(error))
     return build_error_response(503, "database_unavailable", "The database does not respond. Try again.")

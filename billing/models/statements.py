@@ -8,6 +8,9 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import F, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
+from django.db.models.lookups import Exact
+
+from sandboxes.db.expressions import DayOfMonth
 
 __all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementLine"]
 RowT = TypeVar("RowT", bound="AppendOnlyModel")
@@ -101,7 +104,7 @@ class Statement(AppendOnlyModel):
         ordering = ["-month", "account"]
         constraints = [
             models.UniqueConstraint(fields=["account", "month"], name="statement_once"),
-            models.CheckConstraint(condition=Q(month__day=1), name="statement_of_a_month"),
+            models.CheckConstraint(condition=Exact(DayOfMonth("month"), 1), name="statement_of_a_month"),
             models.CheckConstraint(
                 condition=Q(credit_used=0) | Q(credit_used__gt=0, credit_used__lte=F("subtotal")), name="statement_credit"
             ),

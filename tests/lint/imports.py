@@ -4,7 +4,12 @@ import ast
 from collections.abc import Iterator
 
 PROJECT = ("leases", "billing", "sandboxes", "controlplane", "tests")
-MODULES = ("sandboxes.db.dialect", "sandboxes.db.concurrent_indexes", "sandboxes.db.migration_operations")
+MODULES = (
+    "sandboxes.db.dialect",
+    "sandboxes.db.concurrent_indexes",
+    "sandboxes.db.expressions",
+    "sandboxes.db.migration_operations",
+)
 # Validators and defaults of model fields, to which migrations refer by name. None is moved, renamed or removed.
 FUNCTIONS = (
     "leases.catalog.models.check_patterns",

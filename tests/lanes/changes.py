@@ -69,9 +69,10 @@ RULES = (
     Rule(
         (
             "leases/migrations", "sandboxes/migrations", "tests/commands/test_unmigrated_database.py",
-            "tests/commands/test_upgrade.py",
+            "tests/commands/test_upgrade.py", "billing/migrations", "tests/commands/test_previous_version.py",
+            "tests/support/previous_version.py",
         ),
-        ("domain-matrix",),
+        ("domain-matrix", "database-matrix"),
     ),
     Rule(("tests/admin",)), Rule(("tests/api",)), Rule(("tests/commands",)),
 )  # fmt: skip

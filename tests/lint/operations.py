@@ -24,7 +24,7 @@ REASONED = {
     "tables": "an atomic migration that locks two tables deadlocks with requests that lock them in another order",
     "type": "a new type copies the table under a lock, and the version before may write other values",
 }
-REPEATABLE = (AddIndexConcurrently, ValidateCheck, DropColumn, DropTable, migrations.RunPython)
+REPEATABLE = (AddIndexConcurrently, ValidateCheck, migrations.RunPython)  # and none stops others while it waits for a lock
 DATA_STATEMENTS = ("INSERT", "UPDATE", "DELETE")
 OPTIONS_OF_TYPES = ("max_digits", "decimal_places")
 Problem = tuple[str, str]  # rule, text

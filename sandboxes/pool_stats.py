@@ -74,6 +74,8 @@ class PoolStats(Stats):
     draining: bool
     warm_paused_until: datetime | None  # end of the open state of the pre-warming circuit breaker; None: closed
     warm_error: str
+    starts_failing_since: datetime | None  # None: the last start succeeded
+    start_error_code: str
 
 
 def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
@@ -139,6 +141,8 @@ def _build_pool_stats(
         warm_target=pool.warm_target,
         warm_paused_until=pool.warm_paused_until if (pool.warm_paused_until or now) > now else None,
         warm_error=pool.warm_error,
+        starts_failing_since=pool.starts_failing_since,
+        start_error_code=pool.start_error_code,
         queue_length=queue_length,
         oldest_waiting=max(now - waiting_since, timedelta(0)),
         **{name: live.get(name, 0) for name in gauges},

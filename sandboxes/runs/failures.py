@@ -6,7 +6,7 @@ from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.errors import ProviderCallFailed, StoreUnavailable
 from sandboxes.models import Run
 from sandboxes.providers.base import Provider
-from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejected, Stopped
+from sandboxes.providers.errors import Missing, NoSuchFile, OutOfSpace, ProviderError, Rejected, Stopped
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.storage.base import StoreError
 
@@ -16,7 +16,7 @@ STOPPED_ADVICE = "Its files are kept, and the next use starts it. Check the effe
 
 def translate_error(failed: Exception) -> Exception:
     """Return the error to raise for a failed call of the provider or the store. Return any other error unchanged."""
-    if isinstance(failed, (NoSuchFile, Rejected)):
+    if isinstance(failed, (NoSuchFile, OutOfSpace, Rejected)):
         return failed
     if isinstance(failed, Stopped):
         return ProviderCallFailed(f"{failed} {STOPPED_ADVICE}")

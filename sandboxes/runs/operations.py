@@ -39,7 +39,7 @@ from sandboxes.pool import allocation, starts
 from sandboxes.providers import recoveries
 from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ExecResult
-from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejected
+from sandboxes.providers.errors import Missing, NoSuchFile, OutOfSpace, ProviderError, Rejected
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.runs import failures, retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
@@ -260,7 +260,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
             return OutcomeUnknown(run_id=str(opened.run.pk))
         return SandboxLost(note)
     code = getattr(failed, "code", "internal")
-    if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
+    if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull, OutOfSpace)):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), code=code, actor=actor)
         return failed

@@ -1,6 +1,7 @@
 """Webhook subscriptions: add, pause, resume, rotate the secret, remove. A secret is returned once, when it is generated."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
@@ -14,6 +15,24 @@ from sandboxes.webhooks import signatures
 from sandboxes.webhooks.signatures import ROTATION_OVERLAP
 
 log = structlog.get_logger(__name__)
+MIN_WARNED_FAILURES = 3  # failed attempts in a row, about 15 seconds
+
+
+@dataclass(frozen=True)
+class FailingWebhooks:
+    """Numbers of webhooks that were disabled after failures, and of those whose receiver fails and is tried again."""
+
+    disabled: int
+    failing: int
+
+
+def count_failing() -> FailingWebhooks:
+    """Count the failing webhooks: until a delivery succeeds, or an operator resumes, pauses or removes a disabled one."""
+    rows = Webhook.objects.filter(NOT_REMOVED, active=True)
+    return FailingWebhooks(
+        disabled=rows.filter(disabled_at__isnull=False).count(),
+        failing=rows.filter(disabled_at__isnull=True, failures__gte=MIN_WARNED_FAILURES).count(),
+    )
 
 
 def add_webhook(

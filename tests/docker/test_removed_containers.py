@@ -11,11 +11,13 @@ from typing import BinaryIO, cast
 from uuid import uuid4
 
 import pytest
+from django.conf import settings
 from django.test import override_settings
 
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
-from sandboxes.providers.errors import Missing, Stopped, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Stopped, Unavailable
+from sandboxes.state import disk_space
 from tests.conftest import MINUTE
 from tests.docker.test_provider import Box, docker, executor, own_box, owner, volumes_of  # noqa: F401 - fixtures
 from tests.support.storage.tars import file, pack
@@ -182,6 +184,28 @@ def test_volumes_wait_for_an_image_that_was_removed(own_box: Box) -> None:  # no
     with override_settings(SANDBOX_IMAGE="leasehold-nowhere:latest"), pytest.raises(Unavailable, match="does not exist"):
         own_box.run("true")
     assert own_box.run("cat", "f").stdout == b"kept\n"
+
+
+def test_missing_images_and_the_disk_of_the_engine_are_found(own_box: Box) -> None:  # noqa: F811
+    provider = own_box.provider
+    assert provider.find_missing_images({settings.SANDBOX_IMAGE, "leasehold-nowhere:latest"}) == {"leasehold-nowhere:latest"}
+    assert provider.find_disk() == Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
+    assert disk_space.measure_engine_space(provider)
+
+
+def test_image_that_is_missing_or_has_no_guest_is_unusable(own_box: Box, tmp_path: Path) -> None:  # noqa: F811
+    name = f"leasehold-empty-{uuid4().hex[:12]}:latest"
+    (tmp_path / "Dockerfile").write_text('FROM scratch\nLABEL leasehold.test="1"\n')
+    docker("build", "-q", "-t", name, str(tmp_path))
+    try:
+        for image in ("leasehold-nowhere:latest", name):
+            spec = SandboxSpec(name=f"leasehold-{uuid4().hex}", owner="images", image=image)
+            with pytest.raises(Rejected) as raised:
+                own_box.provider.create(spec)
+            assert raised.value.cause == FailureCause.IMAGE_UNUSABLE
+            own_box.provider.destroy(spec.name)
+    finally:
+        docker("rmi", "-f", name)
 
 
 @pytest.mark.usefixtures("executor")

@@ -39,7 +39,7 @@ CLEANUP_RETRY_SECONDS = 1.0
 
 
 class Command(BaseCommand):
-    requires_system_checks = (checks.CONFIGURATION,)
+    requires_system_checks = checks.LONG_RUNNING
     help = "Run web server, queue and egress proxy until Ctrl-C or SIGTERM. Sandboxes are kept unless --leave-nothing."
 
     def add_arguments(self, parser: ArgumentParser) -> None:

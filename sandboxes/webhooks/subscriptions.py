@@ -7,7 +7,7 @@ from uuid import UUID
 
 import structlog
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Count, Q
 
 from sandboxes.db import encryption
 from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
@@ -28,11 +28,11 @@ class FailingWebhooks:
 
 def count_failing() -> FailingWebhooks:
     """Count the failing webhooks: until a delivery succeeds, or an operator resumes, pauses or removes a disabled one."""
-    rows = Webhook.objects.filter(NOT_REMOVED, active=True)
-    return FailingWebhooks(
-        disabled=rows.filter(disabled_at__isnull=False).count(),
-        failing=rows.filter(disabled_at__isnull=True, failures__gte=MIN_WARNED_FAILURES).count(),
+    disabled = Q(disabled_at__isnull=False)
+    counts = Webhook.objects.filter(NOT_REMOVED, active=True).aggregate(
+        disabled=Count("pk", filter=disabled), failing=Count("pk", filter=~disabled & Q(failures__gte=MIN_WARNED_FAILURES))
     )
+    return FailingWebhooks(**counts)
 
 
 def add_webhook(

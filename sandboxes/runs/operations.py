@@ -173,7 +173,8 @@ def _record_success(
         digest = opened.result.data_digest if opened.result else ""
         unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
         recovered = failures.describe_recovery(opened.recoveries)
-        note = " ".join(filter(None, [recovered, opened.note, unsaved]))
+        refused = failures.describe_unusable_directory(opened.run, opened.result)
+        note = " ".join(filter(None, [recovered, refused, opened.note, unsaved]))
         close_run(
             opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=request.renewal, actor=actor,
             resumed=opened.sandbox.frozen,

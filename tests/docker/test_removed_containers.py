@@ -14,9 +14,11 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
+from sandboxes.models import Run
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
 from sandboxes.providers.errors import FailureCause, Missing, Rejected, Stopped, Unavailable
+from sandboxes.runs.failures import describe_unusable_directory
 from sandboxes.state import disk_space
 from tests.conftest import MINUTE
 from tests.docker.test_provider import Box, docker, executor, own_box, owner, volumes_of  # noqa: F401 - fixtures
@@ -228,3 +230,14 @@ def test_process_is_started_in_a_container_that_was_stopped_or_removed(own_box: 
     docker(*end.split(), ref)
     assert provider.start(ref, ["sleep", "300"], env={}, mark=mark).running
     assert provider.processes(ref, [mark])[mark].running
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("executor", ["agent"], indirect=True)
+def test_denied_working_directory_is_recognized_and_repaired_from_another_one(own_box: Box) -> None:  # noqa: F811
+    own_box.run("chmod", "000", "/workspace")
+    denied = own_box.run("true")
+    assert denied.exit_code == 126 and describe_unusable_directory(Run(cwd="/workspace"), denied)
+    repair = ["chmod", "u+rwx", "/workspace"]
+    result = own_box.provider.exec(own_box.ref, repair, env={}, cwd="/tmp", timeout=MINUTE, mark=uuid4().hex)
+    assert result.exit_code == 0 and own_box.run("true").exit_code == 0

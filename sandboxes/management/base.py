@@ -38,7 +38,9 @@ def report_errors(verbosity: int) -> Iterator[None]:
 
 
 def explain_database_error(error: DatabaseError) -> str:
-    """Return the cause of a database error as one line: migrations that are missing, or the database's own message."""
+    """Return the cause of a database error as one line: migrations in progress or missing, or the database's own message."""
+    if migrations.is_in_progress():
+        return migrations.MIGRATIONS_IN_PROGRESS
     if lacks_migrations():
         return migrations.MIGRATIONS_MISSING
     is_unavailable = isinstance(error, OperationalError | InterfaceError)
@@ -56,13 +58,17 @@ def lacks_migrations() -> bool:
 def require_migrated() -> None:
     """Raise CommandError if the database lacks migrations, and DatabaseError if it does not respond."""
     if migrations.find_unapplied_migrations():
-        raise CommandError(migrations.MIGRATIONS_MISSING)
+        raise CommandError(_describe_unmigrated())
 
 
 def refuse_unmigrated() -> None:
     """Like require_migrated, for processes that start without a database and wait for it."""
     if lacks_migrations():
-        raise CommandError(migrations.MIGRATIONS_MISSING)
+        raise CommandError(_describe_unmigrated())
+
+
+def _describe_unmigrated() -> str:
+    return migrations.MIGRATIONS_IN_PROGRESS if migrations.is_in_progress() else migrations.MIGRATIONS_MISSING
 
 
 def require_utf8(option: str, text: str) -> str:

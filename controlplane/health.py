@@ -147,6 +147,8 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
         yield f"Sandboxes in quarantine after failed destroy attempts: {total.quarantined}."
     if unsaved:
         yield f"Sandboxes with unsaved changes in /data: {unsaved}."
+    if total.unstored:
+        yield f"Sandboxes whose state cannot be stored, so that they do not sleep: {total.unstored}."
     if total.lost:
         yield f"Sandboxes lost by their provider while a lease held them: {total.lost}."
     if total.stalled:

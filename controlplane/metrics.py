@@ -63,6 +63,10 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "pool_draining": ("1 while the pool accepts no new sandboxes.", lambda pool: pool.draining),
     "quarantined": ("Sandboxes in quarantine after failed destroy attempts.", lambda pool: pool.quarantined),
     "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
+    "sandboxes_unstored": (
+        "Sandboxes whose state could not be stored at the last attempt to put them to sleep.",
+        lambda pool: pool.unstored,
+    ),
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
     "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (

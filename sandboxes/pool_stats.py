@@ -50,6 +50,7 @@ class Stats:
     evicted_waiting: int
     quarantined: int  # in `destroying`, not retried until an operator requests a retry
     stalled: int  # in flight or running, past the deadline by more than STALLED_AFTER
+    unstored: int  # whose state could not be stored at the last attempt to put them to sleep
     lost: int  # missing at the provider, row not destroyed yet
     warm_target: int
     warm_ready: int  # pre-warmed, without a holder
@@ -109,6 +110,7 @@ def _build_count_filters(now: datetime) -> dict[str, Q]:
         **{state.value: Q(state=state) for state in LIVE_STATES},
         "quarantined": Q(state=SandboxState.DESTROYING, quarantined_at__isnull=False),
         "stalled": build_stalled_filter(now),
+        "unstored": Q(state=SandboxState.WAITING, persist_failures__gt=0, lost_at__isnull=True),
         "lost": Q(lost_at__isnull=False) & ~Q(state__in=GONE_STATES),
         "warm_ready": Q(state=SandboxState.WARM, holder__isnull=True, image=image, memory_mib=F("pool__memory_mib")),
     }

@@ -161,6 +161,15 @@ def test_sandboxes_that_need_an_operator_are_warned_about(client, sandbox, warni
     assert sum(response.json()[name] for name in ("quarantined", "stalled", "lost")) == 1
 
 
+def test_sandboxes_that_cannot_sleep_are_warned_about_until_their_state_is_stored(client, sandbox, memory) -> None:
+    later = timezone.now() + timedelta(hours=1)
+    with memory.fail("get_files", Unavailable("secret")):
+        assert passes.evict_idle(now=later).failures
+    assert warnings(client) == ["Sandboxes whose state cannot be stored, so that they do not sleep: 1."]
+    assert passes.evict_idle(now=later + timedelta(hours=1)).counts == {"put to sleep": 1}
+    assert warnings(client) == []
+
+
 @pytest.mark.parametrize(("minutes", "late"), [(3.9, False), (4.1, True), (None, True)])
 def test_a_late_egress_heartbeat_is_warned_about(client, minutes: float | None, late: bool) -> None:
     rows = Sweep.objects.filter(name="egress")

@@ -168,6 +168,14 @@ def path(name: str, default: str, *, help: str) -> Path:
     return Path(_read_path(name, default, help))
 
 
+def make_directory(name: str, directory: Path, *, mode: int = 0o777) -> None:
+    """Make the directory of a variable, unless it exists. Raise ImproperlyConfigured if that fails."""
+    try:
+        directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ImproperlyConfigured(f"{name}: the directory {directory} cannot be made: {error.strerror}.") from None
+
+
 def optional_path(name: str, *, help: str) -> str:
     """Read an absolute path; "" if the variable is unset or empty."""
     return _read_path(name, "", help)
@@ -225,6 +233,9 @@ def database(name: str, default: str, *, help: str) -> dict[str, Any]:
     def cast(raw: str) -> dict[str, Any]:
         parsed = dict(Env.db_url_config(raw))
         if parsed.get("ENGINE") not in ("django.db.backends.sqlite3", "django.db.backends.postgresql") or not parsed["NAME"]:
+            raise ValueError
+        is_file = parsed["ENGINE"].endswith("sqlite3") and parsed["NAME"] != ":memory:"
+        if is_file and not os.path.isabs(parsed["NAME"]):
             raise ValueError
         return parsed
 

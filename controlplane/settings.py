@@ -36,7 +36,7 @@ SECURE_HSTS_SECONDS = _public.hsts_seconds
 STATE_DIR = env.path(
     "LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="directory of process sandboxes, stored state and run-time files"
 )
-STATE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
+env.make_directory("LEASEHOLD_STATE_DIR", STATE_DIR, mode=0o700)
 _default_runtime_dir = str(STATE_DIR / "run")
 RUNTIME_DIR = env.path(
     "LEASEHOLD_RUNTIME_DIR",
@@ -83,7 +83,7 @@ else:
     if _database["NAME"] != ":memory:":
         _directory = Path(_database["NAME"]).parent
         if env.ENV_VARIABLES["DATABASE_URL"].source == "default":
-            _directory.mkdir(parents=True, exist_ok=True)
+            env.make_directory("DATABASE_URL", _directory)
         elif not _directory.is_dir():
             raise ImproperlyConfigured(f"DATABASE_URL names a SQLite file in {_directory}, and there is no such directory.")
 DATABASES = {"default": _database}

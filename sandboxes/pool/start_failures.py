@@ -16,9 +16,9 @@ MAX_ERROR_CHARACTERS = 2000
 CLEARED = {"starts_failing_since": None, "start_error": "", "start_error_code": ""}
 
 
-def note_failure(pool: Pool, failed: Exception, *, now: datetime) -> None:
-    """Record a start that failed. The time of the first failure since the last success stays."""
-    code = find_cause(failed) or getattr(failed, "code", "")
+def note_failure(pool: Pool, failed: Exception, *, now: datetime, code: str = "") -> None:
+    """Record a start that failed, with the code of its cause by default. The first time since a success stays."""
+    code = code or find_cause(failed) or getattr(failed, "code", "")
     Pool.objects.filter(pk=pool.pk).update(
         starts_failing_since=Coalesce("starts_failing_since", now), start_error=str(failed)[:MAX_ERROR_CHARACTERS],
         start_error_code=code,

@@ -17,6 +17,7 @@ from sandboxes import providers
 from sandboxes.claims import track
 from sandboxes.errors import EngineDiskFull
 from sandboxes.providers.base import Provider
+from sandboxes.providers.errors import ProviderError
 from sandboxes.storage.base import DiskFull
 
 log = structlog.get_logger(__name__)
@@ -56,10 +57,14 @@ def require_state_space(size: int = 0) -> None:
 
 
 def measure_engine_space(provider: Provider) -> int | None:
-    """Return bytes available on the disk where the engine keeps sandboxes. None: the disk of another machine, or not known."""
-    directory = provider.find_disk()
+    """Return bytes available on the disk where the engine keeps sandboxes. None: the disk of another machine, or not known.
+
+    An engine that does not respond is not known either: the operation for which its disk is measured fails by itself."""
     try:
+        directory = provider.find_disk()
         return _get_free_bytes(directory) if directory else None
+    except ProviderError:
+        return None
     except OSError as error:  # not permitted to look
         log.warning("engine disk not measured", provider=provider.name, error=str(error))
         return None

@@ -61,6 +61,16 @@ def test_mistyped_directory_of_a_sqlite_database_is_refused_and_not_made(
     assert not mistyped.exists()
 
 
+def test_state_directory_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImproperlyConfigured, match=r"^LEASEHOLD_STATE_DIR: the directory /proc/nope cannot be made: No"):
+        load_settings(monkeypatch, tmp_path, LEASEHOLD_STATE_DIR="/proc/nope")
+    with pytest.raises(
+        ImproperlyConfigured, match=r"^DATABASE_URL=\(hidden\) is not accepted. It takes sqlite:////absolute/path"
+    ):
+        load_settings(monkeypatch, tmp_path, DATABASE_URL="sqlite:///relative.sqlite3")
+    assert load_settings(monkeypatch, tmp_path, DATABASE_URL="sqlite://:memory:").DATABASES["default"]["NAME"] == ":memory:"
+
+
 # --- unknown variables ----------------------------------------------------------------------------------------------------
 
 

@@ -209,7 +209,8 @@ class MemoryProvider(HookedCalls, Provider):
         return self.missing_images.intersection(images)
 
     def find_disk(self) -> Path | None:
-        return self.disk
+        with self.hooked_call("find_disk", ""):
+            return self.disk
 
     def create(self, spec: SandboxSpec) -> str:
         with self.hooked_call("create", spec.name), self._lock:

@@ -12,6 +12,8 @@ from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.errors import FailureCause, OutOfSpace, Rejected, Unavailable
 from sandboxes.providers.file_verbs import raise_for_exit_code
 from sandboxes.redaction.texts import omit_answers
+from sandboxes.state import disk_space
+from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, run, write
 
@@ -105,3 +107,21 @@ def test_exit_code_of_a_file_verb_on_a_full_disk_is_out_of_space(number: int) ->
     with pytest.raises(Unavailable) as other:
         raise_for_exit_code(1, "[Errno 5] Input/output error")
     assert not isinstance(other.value, OutOfSpace)
+
+
+def test_start_that_a_sweep_gives_up_counts_as_failed(lease, pool, memory) -> None:
+    def die(ref: str) -> None:
+        raise SystemExit
+
+    with memory.before("wait_ready", die), pytest.raises(SystemExit):
+        run(lease, now=NOW)
+    assert get_failures(pool)[0] is None
+    assert passes.recover_stalled(now=NOW + 60 * MINUTE).counts["stalled starts destroyed"] == 1
+    since, code, _ = get_failures(pool)
+    assert (since, code) == (NOW + 60 * MINUTE, "start_stalled")
+
+
+def test_engine_that_does_not_respond_has_no_known_disk(memory, settings) -> None:
+    settings.MIN_FREE_DISK = 1
+    with memory.fail("find_disk", Unavailable("away")):
+        assert disk_space.measure_engine_space(memory) is None

@@ -173,6 +173,13 @@ class ProviderCallFailed(SandboxError):
     retry_after = 5
 
 
+class SandboxDiskFull(ProviderCallFailed):
+    """The disk of the sandbox or of its engine is full. Nothing was written. Delete files, or try again later."""
+
+    code = "disk_full"
+    retry_after = 60
+
+
 class OutcomeUnknown(SandboxError):
     """The operation has started, and its result is not recorded. Check its effects before you repeat it."""
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
-from sandboxes.errors import ProviderCallFailed, StoreUnavailable
+from sandboxes.errors import ProviderCallFailed, SandboxDiskFull, StoreUnavailable
 from sandboxes.models import Run
 from sandboxes.providers.base import Provider
 from sandboxes.providers.command_results import ExecResult
@@ -21,8 +21,10 @@ STOPPED_ADVICE = "Its files are kept, and the next use starts it. Check the effe
 
 def translate_error(failed: Exception) -> Exception:
     """Return the error to raise for a failed call of the provider or the store. Return any other error unchanged."""
-    if isinstance(failed, (NoSuchFile, OutOfSpace, Rejected)):
+    if isinstance(failed, (NoSuchFile, Rejected)):
         return failed
+    if isinstance(failed, OutOfSpace):
+        return SandboxDiskFull()
     if isinstance(failed, Stopped):
         return ProviderCallFailed(f"{failed} {STOPPED_ADVICE}")
     if isinstance(failed, ProviderError):

@@ -261,7 +261,10 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
             return OutcomeUnknown(run_id=str(opened.run.pk))
         return SandboxLost(note)
     code = getattr(failed, "code", "internal")
-    if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull, OutOfSpace)):
+    if isinstance(failed, OutOfSpace) and not opened.executing:
+        close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), code=code, actor=actor)
+        return failures.translate_error(failed)
+    if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), code=code, actor=actor)
         return failed

@@ -27,6 +27,10 @@ def main() -> None:
         sys.exit(f"Django is not installed here ({error}). Run `make install`, then use .venv/bin/python manage.py.")
     try:
         settings.INSTALLED_APPS  # noqa: B018 - load the settings now: some commands hide an invalid variable
+        if not is_help_request(sys.argv) and sys.argv[1] != "config":  # which shows all variables, and warns of unknown ones
+            from controlplane import env
+
+            env.require_known_variables()
         execute_from_command_line(sys.argv)
     except ImproperlyConfigured as error:
         sys.exit(str(error))

@@ -7,4 +7,4 @@ class ControlplaneConfig(AppConfig):
     name = "controlplane"
 
     def ready(self) -> None:
-        from controlplane import checks  # noqa: F401 - importing registers the checks
+        from controlplane import checks, path_checks  # noqa: F401 - importing registers the checks

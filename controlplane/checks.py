@@ -1,7 +1,6 @@
 """System checks for combinations of settings that are invalid although each value is valid."""
 
 import os
-import ssl
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -27,6 +26,7 @@ from sandboxes.providers.remote.configuration import find_missing_variable, get_
 from sandboxes.state import mounts
 
 CONFIGURATION = "configuration"  # tag of the checks that long-running commands require: they load no pages of the console
+LONG_RUNNING = (CONFIGURATION, Tags.caches, Tags.compatibility, Tags.files, Tags.security)  # those of such a command
 ENGINE = "engine"  # tag of the check that asks the engine: check --deploy
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 LOOPBACK_HOSTS = ("127.", "localhost:", "[::1]")
@@ -135,12 +135,6 @@ def check_internal_tls(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -
         message = f"LEASEHOLD_GATEWAY_INTERNAL_LISTEN={settings.GATEWAY_INTERNAL_LISTEN} is not encrypted."
         hint = "Set LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE and LEASEHOLD_GATEWAY_INTERNAL_AUTHORITY."
         return [] if is_local else [Warning(message, hint=hint, id="leasehold.W003")]
-    try:
-        context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(certificate, settings.GATEWAY_INTERNAL_CERTIFICATE_KEY or None)
-    except OSError as error:
-        message = f"The certificate, key or authority of the internal port cannot be used: {error}"
-        return [Error(message, hint="Check the files of LEASEHOLD_GATEWAY_INTERNAL_*.", id="leasehold.E012")]
     return []
 
 

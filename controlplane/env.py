@@ -20,9 +20,11 @@ from urllib.parse import urlsplit
 from django.core.exceptions import ImproperlyConfigured
 from environ import Env
 
+from controlplane.env_file import read_env_file
 from sandboxes.db import durations
 
 BASE_DIR = Path(__file__).resolve().parent.parent
+ACCEPTED_DURATION = f"{durations.ACCEPTED_FORMAT}; at most {durations.MAX_DURATION.days} days"
 VARIABLE_PREFIXES = ("LEASEHOLD_", "SANDBOX_", "STORAGE_")
 
 
@@ -74,7 +76,7 @@ ENV_VARIABLES: dict[str, EnvVariable] = {}
 PROCESS_VARIABLE_NAMES = frozenset(os.environ)
 ENV_FILE = BASE_DIR / name if (name := os.environ.get("LEASEHOLD_ENV_FILE", ".env")) else None
 if ENV_FILE:
-    Env.read_env(ENV_FILE, overwrite=False)
+    read_env_file(ENV_FILE, is_required="LEASEHOLD_ENV_FILE" in PROCESS_VARIABLE_NAMES)
 
 
 def text(
@@ -118,12 +120,12 @@ def integer(name: str, default: int, *, help: str, minimum: int = 0, maximum: in
 
 
 def duration(name: str, default: str, *, help: str) -> timedelta:
-    return _read_variable(name, durations.parse_duration, default, durations.ACCEPTED_FORMAT, help)
+    return _read_variable(name, durations.parse_duration, default, ACCEPTED_DURATION, help)
 
 
 def optional_duration(name: str, *, help: str) -> timedelta | None:
     """Read a duration; None if the variable is unset or empty."""
-    return _read_variable(name, lambda raw: durations.parse_duration(raw) if raw else None, "", durations.ACCEPTED_FORMAT, help)
+    return _read_variable(name, lambda raw: durations.parse_duration(raw) if raw else None, "", ACCEPTED_DURATION, help)
 
 
 def decimal(name: str, default: str, *, help: str) -> Decimal:
@@ -147,10 +149,45 @@ def choice(name: str, default: str, options: Iterable[str], *, help: str) -> str
     return _read_variable(name, cast, default, "one of " + ", ".join(options), help)
 
 
-def string_list(name: str, default: str, *, help: str) -> list[str]:
-    return _read_variable(
-        name, lambda raw: [part.strip() for part in raw.split(",") if part.strip()], default, "a comma-separated list", help
-    )
+def string_list(
+    name: str, default: str, *, help: str, accepts: str = "a comma-separated list", pattern: str = r"(?s:.*)"
+) -> list[str]:
+    """Read parts separated by commas, each of which matches `pattern` completely."""
+
+    def parse(raw: str) -> list[str]:
+        parts = [part.strip() for part in raw.split(",") if part.strip()]
+        if not all(re.fullmatch(pattern, part) for part in parts):
+            raise ValueError
+        return parts
+
+    return _read_variable(name, parse, default, accepts, help)
+
+
+def path(name: str, default: str, *, help: str) -> Path:
+    """Read an absolute path: a relative one would depend on the directory in which each process was started."""
+    return Path(_read_path(name, default, help))
+
+
+def make_directory(name: str, directory: Path, *, mode: int = 0o777) -> None:
+    """Make the directory of a variable, unless it exists. Raise ImproperlyConfigured if that fails."""
+    try:
+        directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ImproperlyConfigured(f"{name}: the directory {directory} cannot be made: {error.strerror}.") from None
+
+
+def optional_path(name: str, *, help: str) -> str:
+    """Read an absolute path; "" if the variable is unset or empty."""
+    return _read_path(name, "", help)
+
+
+def _read_path(name: str, default: str, help: str) -> str:
+    def cast(raw: str) -> str:
+        if (raw or default) and not os.path.isabs(raw):
+            raise ValueError
+        return raw
+
+    return _read_variable(name, cast, default, "an absolute path", help)
 
 
 def networks(name: str, *, help: str) -> list[IPv4Network | IPv6Network]:
@@ -197,6 +234,9 @@ def database(name: str, default: str, *, help: str) -> dict[str, Any]:
         parsed = dict(Env.db_url_config(raw))
         if parsed.get("ENGINE") not in ("django.db.backends.sqlite3", "django.db.backends.postgresql") or not parsed["NAME"]:
             raise ValueError
+        is_file = parsed["ENGINE"].endswith("sqlite3") and parsed["NAME"] != ":memory:"
+        if is_file and not os.path.isabs(parsed["NAME"]):
+            raise ValueError
         return parsed
 
     accepts = "sqlite:////absolute/path, or postgres://user:password@host:port/name"
@@ -218,18 +258,54 @@ def list_secrets() -> list[str]:
     return secrets
 
 
-def find_unknown_variables() -> list[str]:
-    """Return a warning for each unknown variable with one of VARIABLE_PREFIXES, usually a spelling mistake."""
-    warnings = []
+@dataclass(frozen=True)
+class UnknownVariable:
+    """A variable with one of VARIABLE_PREFIXES that nothing reads, and the name that was probably meant."""
+
+    name: str
+    suggestion: str = ""
+
+    @property
+    def is_mistake(self) -> bool:
+        """Return whether the variable was meant for this program. Other programs have variables with the shorter prefixes."""
+        return self.name.startswith("LEASEHOLD_") or bool(self.suggestion)
+
+    def __str__(self) -> str:
+        suggested = f"; did you mean {self.suggestion}?" if self.suggestion else "."
+        return f"{self.name} is not a variable of Leasehold{suggested}"
+
+
+def find_unknown_variables() -> list[UnknownVariable]:
+    """Return the unknown variables with one of VARIABLE_PREFIXES, usually spelling mistakes. The settings must be loaded."""
+    known = {*ENV_VARIABLES, *ALIASES}
+    is_in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+    unknown = []
     for name in sorted(os.environ):
-        if name.startswith(VARIABLE_PREFIXES) and name not in ENV_VARIABLES and name not in UNLISTED_VARIABLES:
-            matches = get_close_matches(name, ENV_VARIABLES, n=1)
-            warnings.append(f"{name} is not a variable of Leasehold" + (f"; did you mean {matches[0]}?" if matches else "."))
-    return warnings
+        if not name.startswith(VARIABLE_PREFIXES) or name in known or name in UNLISTED_VARIABLES:
+            continue
+        if is_in_cluster and SERVICE_LINK_PATTERN.fullmatch(name):
+            continue
+        matches = get_close_matches(name, ENV_VARIABLES, n=1, cutoff=0.8)
+        unknown.append(UnknownVariable(name, matches[0] if matches else ""))
+    return unknown
+
+
+def require_known_variables() -> None:
+    """Raise ImproperlyConfigured for variables that were meant for this program and that nothing reads."""
+    if mistakes := [str(each) for each in find_unknown_variables() if each.is_mistake]:
+        raise ImproperlyConfigured("\n".join(mistakes))
 
 
 CLIENT_VARIABLES = {"LEASEHOLD_AGENT", "LEASEHOLD_API_KEY", "LEASEHOLD_URL"}  # of package `leasehold`, in a shared environment
-UNLISTED_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_ENV_FILE", "LEASEHOLD_REQUIRE_SERVICES"} | CLIENT_VARIABLES
+ADAPTER_VARIABLES = {"LEASEHOLD_KEY", "LEASEHOLD_RECORDS"}  # of leases/adapters, and of the LiteLLM callback
+# Of the scripts in .ci and of the tests; of a process sandbox, in which an agent may run a command of this program.
+TEST_VARIABLES = {"LEASEHOLD_CACHE", "LEASEHOLD_CANARY", "LEASEHOLD_REQUIRE_SERVICES", "LEASEHOLD_TEST_PROVIDER"}
+SANDBOX_VARIABLES = {"LEASEHOLD_RUN", "LEASEHOLD_SANDBOX", "LEASEHOLD_WORKSPACE"}
+UNLISTED_VARIABLES = {"LEASEHOLD_ENV_FILE"} | CLIENT_VARIABLES | ADAPTER_VARIABLES | TEST_VARIABLES | SANDBOX_VARIABLES
+# Variables that a cluster sets in a Pod for each Service of the namespace, such as one that is named `leasehold`.
+SERVICE_LINK_PATTERN = re.compile(
+    r"[A-Z0-9_]+_(?:SERVICE_HOST|SERVICE_PORT(?:_[A-Z0-9_]+)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)?)"
+)
 
 
 def _read_variable(name: str, cast: Callable[[str], T], default: str, accepts: str, help: str, secret: bool = False) -> T:

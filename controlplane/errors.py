@@ -115,6 +115,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     sandboxes.StartsPaused: 503,
     sandboxes.TooManyStarts: 503,
     sandboxes.NoPoolAvailable: 503,
+    sandboxes.EngineDiskFull: 503,
     sandboxes.SandboxNotReady: 503,
     sandboxes.ClaimLost: 503,
     sandboxes.ProviderCallFailed: 503,

@@ -1,6 +1,7 @@
 """Health endpoints: /livez (process), /healthz (database, with a report), /readyz (able to serve leases).
 
-A missing requirement makes /readyz fail; a problem that does not affect leases is only a warning.
+A missing requirement makes /readyz fail; a problem that does not affect leases is only a warning. So is a failure of all
+starts: without /readyz a load balancer would cut off the sandboxes that run.
 The endpoints need no API key, so a report contains no error text and no agent name, and requests share it."""
 
 import math
@@ -28,13 +29,16 @@ from sandboxes import installation_marks, long_calls, pool_stats, providers
 from sandboxes.db import database_time, dialect
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import SchemaStatus, read_status
-from sandboxes.failures import needs_operator
+from sandboxes.failures import find_cause
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Installation, Sweep
 from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import PoolStats, Stats
+from sandboxes.providers.errors import FailureCause
 from sandboxes.state import disk_space, missing_snapshots
 from sandboxes.sweeps.passes import COUNTERS_CORRECTED
+from sandboxes.webhooks import subscriptions
+from sandboxes.webhooks.subscriptions import FailingWebhooks
 
 log = structlog.get_logger(__name__)
 PROBE_CACHE_SECONDS = 5.0  # maximum age of a reused provider status
@@ -75,6 +79,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing_state = missing_snapshots.find_missing().count()
         exhausted = len(budgets.find_exhausted(now=now))
         hosts = [*Host.objects.all()]
+        webhooks = subscriptions.count_failing()
         mismatch = installation_marks.has_recorded_mismatch()
         is_writable = _is_writable()
     except DatabaseError as error:
@@ -94,7 +99,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         overdue = [name for name in overdue if name != "mark"]
     total = pool_stats.sum_stats(pools)
     drift = sweep_rows["recount"].counts.get(COUNTERS_CORRECTED, 0) if sweep_rows["recount"] else 0
-    provider = provider_probe.get_status()
+    provider = {**provider_probe.get_status()}
     missing = [] if is_writable else ["The database refuses writes."]
     if long_calls.is_shutting_down():
         missing.append("This server is shutting down.")
@@ -104,13 +109,13 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if not has_queue:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
-    disk = disk_space.measure_free_space()
+    disk = disk_space.measure_free_space() | provider.pop("disk", {})
     warnings = [
         *_iter_schema_warnings(schema), *_iter_warnings(pools, total, unsaved, drift, egress),
         *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
-        *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, now=now), *_iter_sweep_warnings(overdue),
-        *_iter_store_warnings(missing_state, is_unmarked=is_unmarked),
+        *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, pools, now=now), *_iter_sweep_warnings(overdue),
+        *_iter_store_warnings(missing_state, is_unmarked=is_unmarked), *_iter_webhook_warnings(webhooks),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -147,6 +152,8 @@ def _iter_warnings(pools: Sequence[PoolStats], total: Stats, unsaved: int, drift
         yield f"Sandboxes in quarantine after failed destroy attempts: {total.quarantined}."
     if unsaved:
         yield f"Sandboxes with unsaved changes in /data: {unsaved}."
+    if total.unstored:
+        yield f"Sandboxes whose state cannot be stored, so that they do not sleep: {total.unstored}."
     if total.lost:
         yield f"Sandboxes lost by their provider while a lease held them: {total.lost}."
     if total.stalled:
@@ -182,11 +189,17 @@ def _iter_host_warnings(hosts: Mapping[str, int]) -> Iterator[str]:
         yield f"Hosts without a recent heartbeat, whose sandboxes wait for them: {hosts['unreachable']}. See manage.py hosts."
 
 
-def _iter_start_warnings(hosts: Sequence[Host], *, now: datetime) -> Iterator[str]:
+def _iter_start_warnings(hosts: Sequence[Host], pools: Sequence[PoolStats], *, now: datetime) -> Iterator[str]:
     for host in hosts:
         if start_breaker.is_open(host, now=now):
             until = f"{host.starts_paused_until:%H:%M:%S} UTC"
             yield f'The provider {host.provider} starts no sandboxes on the host "{host}" until {until}, after failed starts.'
+        for pool_name in sorted(host.missing_images or {}) if not host.lost_at else ():
+            yield f'The image of the pool "{pool_name}" does not exist on the host "{host}": its starts fail there.'
+    for pool in pools:
+        if pool.starts_failing_since:
+            since = f"{pool.starts_failing_since:%Y-%m-%d %H:%M:%S} UTC"
+            yield f'Starts of the pool "{pool.name}" fail since {since}: {pool.start_error_code}. See the page of the pool.'
 
 
 def _is_unmarked(row: Sweep | None, status: Mapping[str, Any]) -> bool:
@@ -199,6 +212,13 @@ def _iter_store_warnings(missing: int, *, is_unmarked: bool) -> Iterator[str]:
         yield "The sweep `mark` fails: the store or the state directory cannot be written, so no state is stored."
     if missing:
         yield f"Snapshots whose objects the store does not find: {missing}. Leases that need one cannot start."
+
+
+def _iter_webhook_warnings(failing: FailingWebhooks) -> Iterator[str]:
+    if failing.disabled:
+        yield f"Webhooks disabled after failures, which send nothing: {failing.disabled}. The page Webhooks has their errors."
+    if failing.failing:
+        yield f"Webhooks whose receiver fails: {failing.failing}. The page Webhooks has their errors."
 
 
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
@@ -286,16 +306,17 @@ class ProviderProbe:
 
 
 def query_provider() -> dict[str, Any]:
-    """Query the provider of new sandboxes. Return its name, whether it isolates and whether it responds."""
+    """Query the provider of new sandboxes. Return its name, whether it isolates and responds, and its free disk space."""
     name = providers.get_default_provider_name()
     try:
         provider = providers.get_provider(name)
         provider.ping()
     except Exception as error:  # any failure means that the provider does not respond
         log.warning("provider does not respond", provider=name, error=f"{type(error).__name__}: {error}")
-        refused = {"key_refused": True} if needs_operator(error) else {}
+        refused = {"key_refused": True} if find_cause(error) == FailureCause.CREDENTIALS_REFUSED else {}
         return {"name": name, "isolated": None, "answers": False, **refused}
-    return {"name": name, "isolated": provider.isolated, "answers": True}
+    free = disk_space.measure_engine_space(provider)
+    return {"name": name, "isolated": provider.isolated, "answers": True, "disk": {} if free is None else {"engine": free}}
 
 
 provider_probe = ProviderProbe()

@@ -24,7 +24,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from controlplane import schedules
+from controlplane import health, schedules
 from leases.agent_runs.models import AgentRun
 from leases.models import Lease, LeaseStatus
 from leases.queue import statistics
@@ -43,6 +43,8 @@ from sandboxes.pool import start_breaker
 from sandboxes.pool_stats import LIVE_STATES, PoolStats
 from sandboxes.state import disk_space
 from sandboxes.streams.registry import OPEN_STREAMS
+from sandboxes.webhooks import subscriptions
+from sandboxes.webhooks.subscriptions import FailingWebhooks
 
 LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 PROXY_HEADERS = ("HTTP_FORWARDED", "HTTP_X_FORWARDED_", "HTTP_X_REAL_IP", "HTTP_VIA")  # prefixes of WSGI variables
@@ -61,6 +63,10 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     "pool_draining": ("1 while the pool accepts no new sandboxes.", lambda pool: pool.draining),
     "quarantined": ("Sandboxes in quarantine after failed destroy attempts.", lambda pool: pool.quarantined),
     "sandboxes_stalled": ("Sandboxes past a deadline that no sweep has recovered.", lambda pool: pool.stalled),
+    "sandboxes_unstored": (
+        "Sandboxes whose state could not be stored at the last attempt to put them to sleep.",
+        lambda pool: pool.unstored,
+    ),
     "sandboxes_lost": ("Sandboxes lost by their provider while a lease held them.", lambda pool: pool.lost),
     "admission_queue_length": ("Requests that wait for a place in the full pool.", lambda pool: pool.queue_length),
     "oldest_waiting_seconds": (
@@ -69,6 +75,10 @@ GAUGES: dict[str, tuple[str, Callable[[PoolStats], float]]] = {
     ),
     "warm_target": ("Target number of ready sandboxes without a lease.", lambda pool: pool.warm_target),
     "warm_ready": ("Ready sandboxes without a lease.", lambda pool: pool.warm_ready),
+    "starts_failing": (
+        "1 from a failed start of the pool until a start succeeds.",
+        lambda pool: pool.starts_failing_since is not None,
+    ),
     "warm_circuit_open": (
         "1 while no warm sandboxes are started, after failed starts.",
         lambda pool: pool.warm_paused_until is not None,
@@ -156,6 +166,8 @@ class MetricsSnapshot:
     gateways: dict[str, dict[str, int]]  # host -> counts of AgentGateway.read_counts
     hosts: dict[tuple[str, ...], float]  # (host, state) -> seconds since the last heartbeat
     paused_starts: dict[tuple[str, ...], bool]  # (host, provider) -> whether starts are paused
+    missing_images: dict[tuple[str, ...], int]  # (host, provider) -> number of pools whose image the engine does not have
+    webhooks: FailingWebhooks
     queue: int
     queued_runs: QueueStats
     mismatch: bool
@@ -186,10 +198,12 @@ def read_snapshot(*, now: datetime) -> MetricsSnapshot:
                 for host in hosts
             },
             paused_starts={(host.name, host.provider): start_breaker.is_open(host, now=now) for host in hosts},
+            missing_images={(host.name, host.provider): len(host.missing_images or {}) for host in hosts},
+            webhooks=subscriptions.count_failing(),
             queue=OrmQ.objects.count(),
             queued_runs=statistics.get_stats(QueuedRun.objects.filter(ended_at__isnull=True), AgentRun.objects.all(), now=now),
             mismatch=installation_marks.has_recorded_mismatch(),
-            disk=disk_space.measure_free_space(),
+            disk=disk_space.measure_free_space() | health.provider_probe.get_status().get("disk", {}),
         )
 
 
@@ -284,6 +298,14 @@ class SnapshotCollector(Collector):
         yield _build_family(
             GaugeMetricFamily, "starts_paused", "1 while the provider starts no sandboxes on the host, after failed starts.",
             ["host", "provider"], snapshot.paused_starts,
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "missing_images", "Pools whose image the engine of the host does not have.",
+            ["host", "provider"], snapshot.missing_images,
+        )  # fmt: skip
+        yield _build_family(
+            GaugeMetricFamily, "webhooks_failing", "Webhooks that are disabled after failures, or whose receiver fails.",
+            ["state"], {("disabled",): snapshot.webhooks.disabled, ("failing",): snapshot.webhooks.failing},
         )  # fmt: skip
         yield from _build_gateway_families(snapshot.gateways)
         yield _build_family(

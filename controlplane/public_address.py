@@ -40,9 +40,19 @@ def read() -> PublicAddress:
         help="address of console and API for browsers and clients: signed URLs, cookies and trusted origin follow it; unset: "
         "the Host header decides, which is for development",
     )
-    hosts = env.string_list("ALLOWED_HOSTS", LOOPBACK_HOSTS, help="further host names that the server accepts")
+    hosts = env.string_list(
+        "ALLOWED_HOSTS",
+        LOOPBACK_HOSTS,
+        help="further host names that the server accepts",
+        accepts="host names without scheme and port, separated by commas; .example.com includes all names below it",
+        pattern=r"\*|\.?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?|\[[0-9A-Fa-f:.]+\]",
+    )
     origins = env.string_list(
-        "CSRF_TRUSTED_ORIGINS", "", help="further origins, with scheme, whose pages may send requests to the console and /mcp"
+        "CSRF_TRUSTED_ORIGINS",
+        "",
+        help="further origins, with scheme, whose pages may send requests to the console and /mcp",
+        accepts="origins such as https://console.example.com, separated by commas",
+        pattern=r"https?://(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?",
     )
     if url and (host := get_host(url)) not in hosts:
         hosts = [*hosts, host]

@@ -33,19 +33,15 @@ SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _public.is_https
 COOKIE_PREFIX = _public.cookie_prefix
 SESSION_COOKIE_NAME, CSRF_COOKIE_NAME = f"{COOKIE_PREFIX}sessionid", f"{COOKIE_PREFIX}csrftoken"
 SECURE_HSTS_SECONDS = _public.hsts_seconds
-STATE_DIR = Path(
-    env.text(
-        "LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="directory of process sandboxes, stored state and run-time files"
-    )
+STATE_DIR = env.path(
+    "LEASEHOLD_STATE_DIR", str(BASE_DIR / "var"), help="directory of process sandboxes, stored state and run-time files"
 )
-STATE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
+env.make_directory("LEASEHOLD_STATE_DIR", STATE_DIR, mode=0o700)
 _default_runtime_dir = str(STATE_DIR / "run")
-RUNTIME_DIR = Path(
-    env.text(
-        "LEASEHOLD_RUNTIME_DIR",
-        _default_runtime_dir if len(_default_runtime_dir) <= 70 else f"/tmp/leasehold-{os.getuid()}",  # noqa: S108 - made with mode 0700
-        help="directory of unix sockets; must survive a restart of the host and be short: a socket path has at most 107 bytes",
-    )
+RUNTIME_DIR = env.path(
+    "LEASEHOLD_RUNTIME_DIR",
+    _default_runtime_dir if len(_default_runtime_dir) <= 70 else f"/tmp/leasehold-{os.getuid()}",  # noqa: S108 - made with mode 0700
+    help="directory of unix sockets; must survive a restart of the host and be short: a socket path has at most 107 bytes",
 )
 
 INSTANCE = env.text(
@@ -85,7 +81,11 @@ else:
     }
     _database |= {"CONN_MAX_AGE": 600}
     if _database["NAME"] != ":memory:":
-        Path(_database["NAME"]).parent.mkdir(parents=True, exist_ok=True)
+        _directory = Path(_database["NAME"]).parent
+        if env.ENV_VARIABLES["DATABASE_URL"].source == "default":
+            env.make_directory("DATABASE_URL", _directory)
+        elif not _directory.is_dir():
+            raise ImproperlyConfigured(f"DATABASE_URL names a SQLite file in {_directory}, and there is no such directory.")
 DATABASES = {"default": _database}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
@@ -209,12 +209,10 @@ STORAGE_SYNC = env.boolean(
     help="fsync each journal record before it is acknowledged (filesystem backend, journaled mode); off: records survive "
     "a crash of a process, but not of the machine",
 )  # fmt: skip
-STORAGE_DIR = Path(
-    env.text(
-        "LEASEHOLD_STORAGE_DIR",
-        str(STATE_DIR / "store"),
-        help="directory of the filesystem backend; several hosts must share it",
-    )
+STORAGE_DIR = env.path(
+    "LEASEHOLD_STORAGE_DIR",
+    str(STATE_DIR / "store"),
+    help="directory of the filesystem backend; several hosts must share it",
 )
 STORAGE_PREFIX = env.text(
     "LEASEHOLD_STORAGE_PREFIX",
@@ -282,6 +280,7 @@ RUNNER_THREADS = env.integer(
     "LEASEHOLD_RUNNER_THREADS",
     4,
     minimum=0,
+    maximum=1000,
     help="queued runs that one web process executes at once; 0: `manage.py runner` does",
 )
 QUEUE_MAX_RUNNING = env.integer("LEASEHOLD_QUEUE_MAX_RUNNING", 100, minimum=1, help="queued and agent runs at once, in all")
@@ -354,7 +353,7 @@ LLM_MODELS = env.string_list(
     "LEASEHOLD_LLM_MODELS", "", help="allowed models, * matches any part; LEASEHOLD_LLM_MODEL is always allowed"
 )
 LLM_TIMEOUT = env.duration("LEASEHOLD_LLM_TIMEOUT", "10m", help="time limit of a model call, streams included")
-LLM_RECORDS = env.text(
+LLM_RECORDS = env.optional_path(
     "LEASEHOLD_LLM_RECORDS", help="file to which the LiteLLM callback appends the cost of calls; unset: none"
 )
 RELAY_URL = env.text(
@@ -400,13 +399,13 @@ GATEWAY_URL = env.text(
     pattern=r"https://[^\s/]+[^\s]*|http://(127\.0\.0\.1|localhost)(:[0-9]{1,5})?(/[^\s]*)?",
     help="public address of the gateway, which remote sandboxes call; unset: they have no models",
 ).rstrip("/")
-GATEWAY_CERTIFICATE = env.text(
+GATEWAY_CERTIFICATE = env.optional_path(
     "LEASEHOLD_GATEWAY_CERTIFICATE", help="PEM file with the gateway's certificate chain; unset: a proxy before it ends TLS"
 )
-GATEWAY_CERTIFICATE_KEY = env.text(
+GATEWAY_CERTIFICATE_KEY = env.optional_path(
     "LEASEHOLD_GATEWAY_CERTIFICATE_KEY", help="PEM file with the key of the certificate; unset: it is in the certificate's file"
 )
-GATEWAY_AUTHORITY = env.text(
+GATEWAY_AUTHORITY = env.optional_path(
     "LEASEHOLD_GATEWAY_AUTHORITY",
     help="PEM file with the authority of the gateway's certificate, for agents that join it; unset: those of the image",
 )
@@ -423,15 +422,15 @@ GATEWAY_INTERNAL_ADDRESS = env.text(
     pattern=r"(\[[0-9a-f:]+\]|[^:\s]+):[0-9]{1,5}",
     help="address of this gateway for web and worker processes on other machines; unset: LEASEHOLD_GATEWAY_INTERNAL_LISTEN",
 )
-GATEWAY_INTERNAL_CERTIFICATE = env.text(
+GATEWAY_INTERNAL_CERTIFICATE = env.optional_path(
     "LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE",
     help="PEM file with the certificate chain of the gateway's internal address; unset: its content is not encrypted",
 )
-GATEWAY_INTERNAL_CERTIFICATE_KEY = env.text(
+GATEWAY_INTERNAL_CERTIFICATE_KEY = env.optional_path(
     "LEASEHOLD_GATEWAY_INTERNAL_CERTIFICATE_KEY",
     help="PEM file with the key of the internal certificate; unset: it is in the certificate's file",
 )
-GATEWAY_INTERNAL_AUTHORITY = env.text(
+GATEWAY_INTERNAL_AUTHORITY = env.optional_path(
     "LEASEHOLD_GATEWAY_INTERNAL_AUTHORITY",
     help="PEM file with the authority of internal certificates: all processes then reach gateways over TLS; unset: without",
 )
@@ -521,9 +520,9 @@ PROFILE = env.choice(
     "LEASEHOLD_PROFILE", "standard", ["standard", "small"],
     help="processes of `manage.py up`: standard forks web server, queue and egress proxy; small runs them as threads of one",
 )  # fmt: skip
-WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="web server processes")
+WEB_WORKERS = env.integer("LEASEHOLD_WEB_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, maximum=256, help="web server processes")
 WEB_THREADS = env.integer(
-    "LEASEHOLD_WEB_THREADS", 16, minimum=2,
+    "LEASEHOLD_WEB_THREADS", 16, minimum=2, maximum=1000,
     help="threads per web process; an exec occupies one while it runs, and a quarter is kept for short requests",
 )  # fmt: skip
 # Two thirds of the commands that all web processes together execute at once: one agent leaves room for others.
@@ -539,7 +538,7 @@ DRAIN_TIMEOUT = env.duration(
     "LEASEHOLD_DRAIN_TIMEOUT", "30s", help="time that a stopping web server has to finish its requests, execs included"
 )
 QUEUE_WORKERS = env.integer(
-    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, help="queue worker threads (django-q2)"
+    "LEASEHOLD_QUEUE_WORKERS", 2 if ON_POSTGRES else 1, minimum=1, maximum=256, help="queue worker threads (django-q2)"
 )
 LOG_FORMAT = env.choice("LEASEHOLD_LOG_FORMAT", "text", ["text", "json"], help="log format")
 LOG_LEVEL = env.choice("LEASEHOLD_LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum log level")

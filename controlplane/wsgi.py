@@ -6,10 +6,12 @@ import sys
 from django.conf import settings
 from django.core.wsgi import get_wsgi_application
 
+from controlplane import env
 from sandboxes import long_calls
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 django_application = get_wsgi_application()
+env.require_known_variables()
 
 from controlplane.application import Application  # noqa: E402 - imports models
 from leases import reclaim_threads  # noqa: E402 - imports models

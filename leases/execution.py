@@ -38,6 +38,7 @@ from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.errors import ProviderError
 from sandboxes.runs import operations, workspace_limit
 from sandboxes.runs.operations import Command
+from sandboxes.state import disk_space
 from sandboxes.state.file_tree import FileTree
 
 T = TypeVar("T")
@@ -127,11 +128,14 @@ def read_files(
 def change_files(
     pk: UUID, command: Command, act: Callable[[Provider, Sandbox], None], *, now: datetime, actor: str = ""
 ) -> None:
-    """Call `act`, which changes files, in the sandbox of a lease. Raise WorkspaceFull if it adds to a full workspace."""
+    """Call `act`, which changes files, in the sandbox of a lease.
+
+    Raise WorkspaceFull if it adds to a full workspace, and EngineDiskFull if it adds to a full disk."""
     clock = clock_from(now)
 
     def check_space_and_act(provider: Provider, sandbox: Sandbox) -> None:
         if command.argv[0] in ADDING_VERBS:
+            disk_space.require_engine_reserve(sandbox.provider, "write a file")
             workspace_limit.require_workspace_space(provider, sandbox, now=clock())
         act(provider, sandbox)
 

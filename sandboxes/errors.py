@@ -146,6 +146,20 @@ class SandboxNotReady(SandboxError):
     retry_after = 5
 
 
+class ImageMissing(SandboxNotReady):
+    """The image of the sandbox is missing, or does not start. An operator has to provide it."""
+
+    code = "image_missing"
+    retry_after = 300  # of queued runs; other requests are not to be repeated (sandboxes.failures.needs_operator)
+
+
+class EngineDiskFull(SandboxError):
+    """The disk of the engine that runs sandboxes is full, so none is started and no file is written."""
+
+    code = "disk_full"
+    retry_after = 60
+
+
 class SandboxLost(SandboxError):
     """The provider has lost this sandbox, with all changes since its state was last stored."""
 
@@ -157,6 +171,13 @@ class ProviderCallFailed(SandboxError):
 
     code = "provider_unavailable"
     retry_after = 5
+
+
+class SandboxDiskFull(ProviderCallFailed):
+    """The disk of the sandbox or of its engine is full. Nothing was written. Delete files, or try again later."""
+
+    code = "disk_full"
+    retry_after = 60
 
 
 class OutcomeUnknown(SandboxError):

@@ -7,11 +7,12 @@ from django.db import InterfaceError, OperationalError
 from sandboxes.agent.client import ConnectionLost, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown
-from sandboxes.errors import SandboxError
+from sandboxes.errors import CapacityExhausted, NoPoolAvailable, SandboxError
 from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.storage.base import StoreError
 
 CODED_ERRORS = (SandboxError, ProviderError, StoreError)
+OPERATOR_CAUSES = (FailureCause.CREDENTIALS_REFUSED, FailureCause.IMAGE_UNUSABLE)
 CAUSE_BY_ERROR: dict[type[Exception], str] = {  # of errors that do not state a FailureCause
     NotConnected: FailureCause.AGENT_NOT_CONNECTED.value,
     ConnectionLost: FailureCause.AGENT_NOT_CONNECTED.value,
@@ -54,8 +55,10 @@ def find_retry_after(error: BaseException) -> int | None:
 
 
 def needs_operator(error: BaseException) -> bool:
-    """Return whether a repetition fails until an operator acts: the vendor refuses the API key."""
-    return find_cause(error) == FailureCause.CREDENTIALS_REFUSED
+    """Return whether a repetition fails until an operator acts: the API key is refused, or the image is missing.
+
+    An error of several pools has the cause of the last one: another pool may get a place meanwhile."""
+    return not isinstance(error, NoPoolAvailable | CapacityExhausted) and find_cause(error) in OPERATOR_CAUSES
 
 
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -50,6 +50,7 @@ class Stats:
     evicted_waiting: int
     quarantined: int  # in `destroying`, not retried until an operator requests a retry
     stalled: int  # in flight or running, past the deadline by more than STALLED_AFTER
+    unstored: int  # whose state could not be stored at the last attempt to put them to sleep
     lost: int  # missing at the provider, row not destroyed yet
     warm_target: int
     warm_ready: int  # pre-warmed, without a holder
@@ -74,6 +75,8 @@ class PoolStats(Stats):
     draining: bool
     warm_paused_until: datetime | None  # end of the open state of the pre-warming circuit breaker; None: closed
     warm_error: str
+    starts_failing_since: datetime | None  # None: the last start succeeded
+    start_error_code: str
 
 
 def collect_pool_stats(*, now: datetime) -> list[PoolStats]:
@@ -107,6 +110,7 @@ def _build_count_filters(now: datetime) -> dict[str, Q]:
         **{state.value: Q(state=state) for state in LIVE_STATES},
         "quarantined": Q(state=SandboxState.DESTROYING, quarantined_at__isnull=False),
         "stalled": build_stalled_filter(now),
+        "unstored": Q(state=SandboxState.WAITING, persist_failures__gt=0, lost_at__isnull=True),
         "lost": Q(lost_at__isnull=False) & ~Q(state__in=GONE_STATES),
         "warm_ready": Q(state=SandboxState.WARM, holder__isnull=True, image=image, memory_mib=F("pool__memory_mib")),
     }
@@ -139,6 +143,8 @@ def _build_pool_stats(
         warm_target=pool.warm_target,
         warm_paused_until=pool.warm_paused_until if (pool.warm_paused_until or now) > now else None,
         warm_error=pool.warm_error,
+        starts_failing_since=pool.starts_failing_since,
+        start_error_code=pool.start_error_code,
         queue_length=queue_length,
         oldest_waiting=max(now - waiting_since, timedelta(0)),
         **{name: live.get(name, 0) for name in gauges},

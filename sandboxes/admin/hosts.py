@@ -128,6 +128,7 @@ class HostAdmin(ConsoleModelAdmin):
                     href=build_changelist_url("sandboxes_sandbox", slice="live", host__exact=row.pk),
                 ),
                 build_starts_field(row, now),
+                *build_image_fields(row),
                 *build_seal_fields(row),
                 *build_quota_fields(quotas),
                 SummaryField("Memory", self.memory(row), note="of the engine's machine"),
@@ -147,6 +148,14 @@ def has_quotas(row: Host) -> bool:
 def render_state(row: Host, now: datetime) -> SafeString:
     state = registry.get_state(row, now=now)
     return render_badge(BADGES[state], state)
+
+
+def build_image_fields(row: Host) -> list[SummaryField]:
+    """Build the images of pools that the engine does not have."""
+    if not row.missing_images:
+        return []
+    listed = ", ".join(f"{image} (pool {pool})" for pool, image in sorted(row.missing_images.items()))
+    return [SummaryField("Missing images", f"{len(row.missing_images):,}", note=listed, alarm=True)]
 
 
 def build_seal_fields(row: Host) -> list[SummaryField]:

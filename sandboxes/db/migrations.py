@@ -1,8 +1,13 @@
 """Comparison of the migrations of this code with those that the database has."""
 
+import fcntl
+import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
+from django.conf import settings
 from django.db import connection
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
@@ -13,6 +18,10 @@ HISTORY_DIFFERS = (
     "The migrations of this database are not those of this version or of one before: {}. They cannot be carried over: use the "
     "version that created the database, or start with an empty one (docs/operations.md, Upgrade)."
 )
+MIGRATIONS_IN_PROGRESS = "Migrations are being applied by another process. Try again when manage.py migrate has ended."
+LOCK_FILE = "migrate.lock"  # in the state directory; the kernel releases the lock of a process that dies
+
+_lock_descriptors: list[int] = []
 
 Key = tuple[str, str]  # app, name of a migration
 # Migrations of histories that new initial ones replaced (docs/decisions/0011): one of each that no later version has again.
@@ -95,3 +104,48 @@ def load_known() -> KnownMigrations:
         {key: frozenset(parent.key for parent in node.parents) for key, node in graph.node_map.items()},
         {key: frozenset(node.replaces) for key, node in graph.nodes.items() if node.replaces},
     )
+
+
+def note_begin(**kwargs: Any) -> None:
+    """Record that this process applies migrations (signal pre_migrate). Messages of other processes depend on it, and no more.
+
+    Without effect if another process has recorded it, or if the state directory cannot be written to."""
+    note_end()
+    try:
+        descriptor = os.open(_get_lock_path(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return
+    _lock_descriptors.append(descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        note_end()
+
+
+def note_end(**kwargs: Any) -> None:
+    """Record that this process has applied all migrations (signal post_migrate). Its end records that as well."""
+    while _lock_descriptors:
+        os.close(_lock_descriptors.pop())
+
+
+def is_in_progress() -> bool:
+    """Return whether another process with this state directory applies migrations. False in the process that does."""
+    if _lock_descriptors:
+        return False
+    try:
+        descriptor = os.open(_get_lock_path(), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _get_lock_path() -> Path:
+    return Path(settings.STATE_DIR) / LOCK_FILE

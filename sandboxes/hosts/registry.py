@@ -45,6 +45,11 @@ def get_local_host_id(provider_name: str) -> uuid.UUID:
         raise
 
 
+def is_engine_known(provider_name: str) -> bool:
+    """Return whether an engine of this provider has responded to a process with this state directory. Asks no engine."""
+    return provider_name in _read_engines()
+
+
 def get_local_host(provider_name: str, *, now: datetime) -> Host:
     """Return the row of the host whose engine this process reaches, and create it at the first use.
 

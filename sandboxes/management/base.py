@@ -46,7 +46,11 @@ def build_command_error(error: DatabaseError) -> CommandError:
 
 
 def explain_database_error(error: DatabaseError) -> str:
-    """Return the cause of a database error as one line: another version's database, or the database's own message."""
+    """Return the cause of a database error as one line.
+
+    Migrations in progress, another version's database, or the database's own message."""
+    if migrations.is_in_progress():
+        return migrations.MIGRATIONS_IN_PROGRESS
     try:
         status = migrations.read_status()
     except DatabaseError:
@@ -74,7 +78,7 @@ def require_migrated() -> None:
     A database of the next version is only logged: this version serves on it until it is replaced."""
     status = migrations.read_status()
     if reason := status.explain_error():
-        raise CommandError(reason)
+        raise CommandError(migrations.MIGRATIONS_IN_PROGRESS if migrations.is_in_progress() else reason)
     if newer := status.explain_newer():
         log.warning("database is newer", reason=newer)
 

@@ -46,6 +46,11 @@ class Host(models.Model):
         help_text="Error of the last attempt. Empty: it read the values.",
     )
 
+    # Images of pools that the engine does not have, as last asked: sandboxes.hosts.images.
+    missing_images = models.JSONField(
+        null=True, blank=True, editable=False, help_text="Missing image of each pool, by the pool's name. Empty: not asked yet."
+    )
+
     watched_until = models.DateTimeField(
         null=True, blank=True, editable=False,
         help_text="Until then one process watches for the ends of sandboxes: sandboxes.sweeps.end_watch.",

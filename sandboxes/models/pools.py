@@ -78,6 +78,12 @@ class Pool(ResourceLimits):
         null=True, blank=True, editable=False, help_text="End of the pause after repeated failed starts."
     )
     warm_error = models.TextField(blank=True, editable=False)
+    # Failed starts of this pool since the last one that succeeded: sandboxes.pool.start_failures.
+    starts_failing_since = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="First failed start since the last one that succeeded."
+    )
+    start_error = models.TextField(blank=True, default="", db_default="", editable=False)
+    start_error_code = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
     workspace_limit_mib = models.PositiveIntegerField(
         default=2048, validators=[MinValueValidator(1)], help_text="Size of /workspace, MiB, above which an exec is refused."
     )

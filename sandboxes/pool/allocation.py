@@ -306,8 +306,10 @@ def reserve_place(request: SandboxRequest, *, now: datetime, actor: str = "") ->
 
     If the agent's quota is reached, the place of one of its own cold sandboxes is released. A place that waiting requests are
     entitled to (sandboxes.pool.admission_queue) is not taken, and none is evicted for it.
-    Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining or DiskFull."""
+    Returns None if the holder has a sandbox already. Raises CapacityExhausted, QuotaExceeded, PoolDraining, DiskFull or
+    EngineDiskFull."""
     disk_space.require_free_space("start a sandbox")
+    disk_space.require_engine_space(_get_provider_name(request.pool), "start a sandbox")
     clock = clock_from(now)
     exhausted: CapacityExhausted | QuotaExceeded = _build_pool_full_error(request.pool)
     for _ in range(MAX_EVICTION_ATTEMPTS):
@@ -426,7 +428,7 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
 
     The pool's row is locked while the warm and warming sandboxes are counted. Concurrent sweeps therefore do not exceed the
     target. Raises the errors of start_reserved."""
-    if disk_space.find_low():
+    if disk_space.find_low() or disk_space.is_engine_low(_get_provider_name(pool)):
         return None
     clock = clock_from(now)
     sandbox = _build_sandbox(pool, now=now)

@@ -15,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from sandboxes import providers
 from sandboxes.errors import (
     CapacityExhausted,
+    EngineDiskFull,
     HostLost,
     NoPoolAvailable,
     NotIsolated,
@@ -35,6 +36,7 @@ SKIP_REASON_BY_ERROR: dict[type[Exception], SkipReason] = {
     StartsPaused: SkipReason.CIRCUIT_OPEN,
     HostLost: SkipReason.UNAVAILABLE,
     NotIsolated: SkipReason.UNAVAILABLE,
+    EngineDiskFull: SkipReason.UNAVAILABLE,
     ImproperlyConfigured: SkipReason.NOT_CONFIGURED,
     Rejected: SkipReason.REJECTED,
     ProviderError: SkipReason.UNAVAILABLE,  # after Rejected, its subclass

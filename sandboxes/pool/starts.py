@@ -25,6 +25,8 @@ from sandboxes.errors import (
     CapacityExhausted,
     CapacityPending,
     ClaimLost,
+    EngineDiskFull,
+    ImageMissing,
     SandboxError,
     SandboxLost,
     SandboxNotHeld,
@@ -34,11 +36,11 @@ from sandboxes.errors import (
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
-from sandboxes.pool import images, intervals, start_breaker
+from sandboxes.pool import images, intervals, start_breaker, start_failures
 from sandboxes.providers.base import GatewayAccess, Provider, SandboxSpec, VendorIntervals
 from sandboxes.providers.errors import CapacityPending as Pending
-from sandboxes.providers.errors import NoCapacity, ProviderError, Rejected, Unavailable
-from sandboxes.state import mounts, vendor_snapshots, workspace
+from sandboxes.providers.errors import FailureCause, NoCapacity, OutOfSpace, ProviderError, Rejected, Unavailable
+from sandboxes.state import disk_space, mounts, vendor_snapshots, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
@@ -110,15 +112,16 @@ def start_reserved(
     except (ProviderError, StoreError, ClaimLost) as failed:
         _note_failed_start(host, failed, now=clock())
         give_up(failed, TransitionReason.START_FAILED, f"start failed: {failed}")
+        start_failures.note_failure(sandbox.pool, failed, now=clock())
         log.warning("sandbox start failed", sandbox=str(sandbox.pk), error=str(failed))
-        kind = CapacityExhausted if isinstance(failed, NoCapacity) else SandboxNotReady
-        error = kind(f"The sandbox could not be started: {failed}")
+        error = _choose_start_error(failed)(f"The sandbox could not be started: {failed}")
         error.provider = sandbox.provider
         raise error from failed
     if not is_ready:
         # The row left `warming` meanwhile. A destroy may have been confirmed before the provider had created anything.
         _discard(provider, sandbox)
         raise _build_overtaken_error(sandbox)
+    start_failures.note_success(sandbox.pool)
     is_woken, seconds = has_stored_state(sandbox, source), round((clock() - now).total_seconds(), 3)
     log.info(
         "wake" if is_woken else "sandbox created",
@@ -195,6 +198,17 @@ def _note_failed_start(host: Host, failed: Exception, *, now: datetime) -> None:
         start_breaker.note_failure(host, str(failed), now=now)
     elif isinstance(failed, Rejected):
         start_breaker.note_success(host)
+
+
+def _choose_start_error(failed: Exception) -> type[SandboxError]:
+    """Return the class of the error that the caller of a failed start gets."""
+    if isinstance(failed, NoCapacity):
+        return CapacityExhausted
+    if isinstance(failed, OutOfSpace):
+        return EngineDiskFull
+    if isinstance(failed, ProviderError) and failed.cause == FailureCause.IMAGE_UNUSABLE:
+        return ImageMissing
+    return SandboxNotReady
 
 
 def require_start_allowed(sandbox: Sandbox, *, now: datetime) -> None:
@@ -324,8 +338,9 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
 def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Start the next incarnation of a cold sandbox with its stored state, after evicting another one if no egress slot is free.
 
-    Returns None if another process moved the row first. Raises CapacityExhausted if no slot can be freed, and what
-    start_reserved raises."""
+    Returns None if another process moved the row first. Raises CapacityExhausted if no slot can be freed, EngineDiskFull if
+    the engine's disk is full, and what start_reserved raises."""
+    disk_space.require_engine_reserve(sandbox.provider, "wake a sandbox")
     clock = clock_from(now)
     for _ in range(MAX_EVICTION_ATTEMPTS):
         slot = slots.choose_free_slot()

@@ -216,6 +216,16 @@ class Provider(ABC):
         """Return the memory of the machine that runs the sandboxes, in MiB; None if it is not known. Raise Unavailable."""
         return None
 
+    def find_disk(self) -> Path | None:
+        """Return the directory on this machine where the engine keeps sandboxes. None: another machine's, or not known."""
+        return None
+
+    def find_missing_images(self, images: Collection[str]) -> set[str]:
+        """Return those of these images that the engine does not have, of an engine that fetches none. Raise ProviderError.
+
+        An image that the engine of another provider cannot fetch fails the start, with the cause IMAGE_UNUSABLE."""
+        return set()
+
     def watch_ends(self, *, timeout: timedelta) -> Generator[ProviderSandbox, None, None]:
         """Yield, for the given time, each sandbox of any owner that the engine has begun to end, or that is gone: a remnant.
 

@@ -2,7 +2,9 @@
 
 from enum import StrEnum
 
-from sandboxes.redaction.texts import redact
+from sandboxes.redaction.texts import quote_answer, redact
+
+DISK_RETRY_SECONDS = 60
 
 
 class FailureCause(StrEnum):
@@ -19,6 +21,7 @@ class FailureCause(StrEnum):
     NOT_RUNNING = "sandbox_not_running"
     TIMEOUT = "timeout"
     NO_CAPACITY = "no_capacity"  # the engine has no room for a further sandbox
+    DISK_FULL = "disk_full"  # of the sandbox or of the engine
     # Why an engine ended a sandbox, with Missing.
     OUT_OF_MEMORY = "out_of_memory"  # the kernel killed the whole sandbox
     EVICTED = "evicted"  # for lack of memory or disk, of the node or of the sandbox
@@ -78,6 +81,18 @@ class NoCapacity(Unavailable):
     """The engine has no room for the sandbox and does not get any, or its quota is used up."""
 
     code = "no_capacity"
+
+
+class OutOfSpace(Unavailable):
+    """The disk of the sandbox or of its engine is full. Nothing was written."""
+
+    code = "disk_full"
+
+    def __init__(self, reason: str, *, provider: str = "") -> None:
+        """`reason` is the text of the engine or of the sandbox, which may name directories of the host."""
+        text = f"The disk of the sandbox or of its engine is full. Nothing was written. {quote_answer(reason)}"
+        super().__init__(text, cause=FailureCause.DISK_FULL, provider=provider)
+        self.retry_after = DISK_RETRY_SECONDS
 
 
 class CapacityPending(Unavailable):

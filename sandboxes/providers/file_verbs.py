@@ -2,6 +2,7 @@
 
 The sandbox's own memory and CPU are used. The output is untrusted: it is size-limited and strictly validated."""
 
+import errno
 import io
 import os
 import re
@@ -28,6 +29,7 @@ from sandboxes.providers.errors import (
     FailureCause,
     FileExists,
     NoSuchFile,
+    OutOfSpace,
     ProviderError,
     SandboxUnreadable,
     TooLarge,
@@ -45,6 +47,8 @@ _ERRORS_BY_EXIT_CODE: dict[int, type[ProviderError]] = {
     files.EXISTS: FileExists,
 }
 SIGNAL_EXIT_CODE = 128  # plus the number of the signal that has ended the operation, as for lack of memory
+# Texts of an OSError, which is printed with exit code 1 by each version of image/files.py that a sandbox may have.
+NO_SPACE_PREFIXES = (f"[Errno {errno.ENOSPC}]", f"[Errno {errno.EDQUOT}]")
 _NUMBER_PATTERN, _MODE_PATTERN, _STAMP_PATTERN = (
     re.compile(rb"[0-9]{1,18}"),
     re.compile(rb"[0-7]{1,3}"),
@@ -174,6 +178,8 @@ def raise_for_exit_code(exit_code: int, message: str) -> None:
         raise SandboxUnreadable(
             message.strip() or f"killed by signal {exit_code - SIGNAL_EXIT_CODE}", cause=FailureCause.AGENT_FAILED
         )
+    if exit_code == 1 and message.startswith(NO_SPACE_PREFIXES):
+        raise OutOfSpace(message.strip())
     if exit_code:
         raise _ERRORS_BY_EXIT_CODE.get(exit_code, Unavailable)(message.strip() or f"exit code {exit_code}")
 

@@ -39,7 +39,7 @@ from sandboxes.pool import allocation, starts
 from sandboxes.providers import recoveries
 from sandboxes.providers.base import WORKSPACE, Provider
 from sandboxes.providers.command_results import ExecResult
-from sandboxes.providers.errors import Missing, NoSuchFile, ProviderError, Rejected
+from sandboxes.providers.errors import Missing, NoSuchFile, OutOfSpace, ProviderError, Rejected
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.runs import failures, retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
@@ -173,7 +173,8 @@ def _record_success(
         digest = opened.result.data_digest if opened.result else ""
         unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
         recovered = failures.describe_recovery(opened.recoveries)
-        note = " ".join(filter(None, [recovered, opened.note, unsaved]))
+        refused = failures.describe_unusable_directory(opened.run, opened.result)
+        note = " ".join(filter(None, [recovered, refused, opened.note, unsaved]))
         close_run(
             opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=request.renewal, actor=actor,
             resumed=opened.sandbox.frozen,
@@ -260,6 +261,9 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
             return OutcomeUnknown(run_id=str(opened.run.pk))
         return SandboxLost(note)
     code = getattr(failed, "code", "internal")
+    if isinstance(failed, OutOfSpace) and not opened.executing:
+        close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), code=code, actor=actor)
+        return failures.translate_error(failed)
     if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), code=code, actor=actor)

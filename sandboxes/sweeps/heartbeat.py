@@ -9,7 +9,7 @@ import structlog
 from django.core.exceptions import ImproperlyConfigured
 
 from sandboxes import providers
-from sandboxes.hosts import engine_quotas, registry
+from sandboxes.hosts import engine_quotas, images, registry
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Pool, Sandbox
 from sandboxes.providers.base import Provider
@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 def record_heartbeats(*, now: datetime) -> SweepResult:
     """Sweep: record each engine that this process reaches as alive.
 
-    1. Ask the engine for its identity, its memory and its limits, and update the row of its host.
+    1. Ask the engine for its identity, its memory, its limits and the images of pools, and update the row of its host.
     2. Assign sandboxes of earlier versions, whose rows have no host.
     3. Clean up a host that was declared lost and has returned."""
     result = SweepResult()
@@ -37,6 +37,7 @@ def record_heartbeats(*, now: datetime) -> SweepResult:
         except ImproperlyConfigured:  # provider of a pool whose sandboxes are on other hosts
             continue
         engine_quotas.record_quotas(providers.get_provider(name), host, now=now)
+        result.note("images missing", len(images.record_missing_images(providers.get_provider(name), host)))
         result.note("hosts seen")
         result.note("sandboxes assigned", _assign_sandboxes(host))
         if host.lost_at:

@@ -18,11 +18,11 @@ from sandboxes import agent_shares, destruction, eviction, providers, suspension
 from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.engine_turns import Engine, EngineTurns, alternate, list_by_engine
-from sandboxes.errors import CapacityPending, SandboxError, WorkspaceFull
+from sandboxes.errors import CapacityPending, SandboxError, SandboxNotReady, WorkspaceFull
 from sandboxes.hosts import capacity, registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, WARMING, advance_many
 from sandboxes.models import IN_FLIGHT_STATES, Pool, Quota, Run, Sandbox, SandboxState, Snapshot, TransitionReason
-from sandboxes.pool import admission_queue, starts
+from sandboxes.pool import admission_queue, start_failures, starts
 from sandboxes.pool.allocation import start_warm
 from sandboxes.pool.prewarmed import find_local_unclaimed
 from sandboxes.providers.errors import Missing, ProviderError
@@ -284,6 +284,8 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         destroyed = destruction.schedule_destroy(
             sandbox.pk, now=now, code=TransitionReason.START_STALLED, actor="sweep", guard=unchanged
         )
+        if destroyed:
+            start_failures.note_failure(sandbox.pool, SandboxNotReady(), code="start_stalled", now=now)
         result.note("stalled starts destroyed" if destroyed else "lost race")
     rows: list[tuple[Engine, Run | Sandbox]] = alternate(
         list_by_engine(abandoned.find_abandoned(now=now), limit=limit, prefix="sandbox__"),

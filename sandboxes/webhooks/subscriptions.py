@@ -1,12 +1,13 @@
 """Webhook subscriptions: add, pause, resume, rotate the secret, remove. A secret is returned once, when it is generated."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
 
 import structlog
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Count, Q
 
 from sandboxes.db import encryption
 from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
@@ -14,6 +15,24 @@ from sandboxes.webhooks import signatures
 from sandboxes.webhooks.signatures import ROTATION_OVERLAP
 
 log = structlog.get_logger(__name__)
+MIN_WARNED_FAILURES = 3  # failed attempts in a row, about 15 seconds
+
+
+@dataclass(frozen=True)
+class FailingWebhooks:
+    """Numbers of webhooks that were disabled after failures, and of those whose receiver fails and is tried again."""
+
+    disabled: int
+    failing: int
+
+
+def count_failing() -> FailingWebhooks:
+    """Count the failing webhooks: until a delivery succeeds, or an operator resumes, pauses or removes a disabled one."""
+    disabled = Q(disabled_at__isnull=False)
+    counts = Webhook.objects.filter(NOT_REMOVED, active=True).aggregate(
+        disabled=Count("pk", filter=disabled), failing=Count("pk", filter=~disabled & Q(failures__gte=MIN_WARNED_FAILURES))
+    )
+    return FailingWebhooks(**counts)
 
 
 def add_webhook(

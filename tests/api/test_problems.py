@@ -25,7 +25,7 @@ from sandboxes.failures import find_cause
 from sandboxes.models import Host, Run, Sandbox, Transition
 from sandboxes.providers.agent.processes import AgentProcessesProvider
 from sandboxes.providers.docker import engine
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Stopped, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, OutOfSpace, ProviderError, Rejected, Stopped, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.remote.errors import raise_for_answer
 from sandboxes.providers.runloop.errors import ERRORS
@@ -101,6 +101,25 @@ def test_low_disk_is_disk_full_without_a_path(ada: ApiClient, lease, settings) -
         problem = response.json()
         assert (response.status_code, problem["code"], response["Retry-After"]) == (503, "disk_full", "60")
         assert "MiB are free" in problem["detail"] and str(settings.STATE_DIR) not in problem["detail"]
+
+
+def test_a_missing_image_is_not_retryable_and_a_full_disk_names_no_directory(ada: ApiClient, lease, memory, settings) -> None:
+    memory.missing_images = {settings.SANDBOX_IMAGE}
+    response = ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]})
+    problem = response.json()
+    assert (response.status_code, problem["code"], problem["cause"]) == (503, "image_missing", "image_unusable")
+    assert problem["retryable"] is False and "Retry-After" not in response
+    memory.missing_images = set()
+    with memory.fail("create", OutOfSpace("mkdir /var/lib/docker/overlay2/0f1e-init: no space left on device")):
+        started = ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]})
+    assert ada.post(f"leases/{lease['id']}/exec", {"argv": ["true"]}).status_code == 200
+    with memory.fail("write_file", OutOfSpace("[Errno 28] No space left on device: '/srv/leasehold/x'")):
+        written = ada.put(f"leases/{lease['id']}/files/f", b"x")
+    for each in (started, written):
+        problem = each.json()
+        assert (each.status_code, problem["code"], problem["cause"]) == (503, "disk_full", "disk_full")
+        assert (problem["retryable"], each["Retry-After"]) == (True, "60")
+        assert "/var" not in problem["detail"] and "/srv" not in problem["detail"]
 
 
 def test_a_database_that_does_not_answer_is_unavailable(ada: ApiClient, lease, monkeypatch: pytest.MonkeyPatch) -> None:

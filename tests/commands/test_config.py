@@ -94,7 +94,7 @@ def test_an_invalid_value_stops_every_command_with_one_line_that_names_it(tmp_pa
     process = run_manage(tmp_path, command, LEASEHOLD_WEB_WORKERS="many")
     assert (process.returncode, process.stdout) == (1, "")
     assert process.stderr == (
-        "LEASEHOLD_WEB_WORKERS='many' is not accepted. It takes a whole number from 1 to 1000000000. (web server processes)\n"
+        "LEASEHOLD_WEB_WORKERS='many' is not accepted. It takes a whole number from 1 to 256. (web server processes)\n"
     )
 
 

@@ -1,5 +1,6 @@
 """Commands and servers on a database without tables, or with an earlier version's: one line names `manage.py migrate`."""
 
+import fcntl
 import json
 import shutil
 import sqlite3
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from django.apps import apps
 from django.core.management import get_commands
+from django.db.models.signals import post_migrate, pre_migrate
 
+from sandboxes.db import migrations
 from tests.commands.manage import MANAGE, build_environment, run_manage
 from tests.support.database import get_sqlite_template
 
@@ -162,3 +165,30 @@ def test_a_database_that_lacks_the_last_migrations_is_explained_in_one_line(tmp_
     for name in ("limits", "sweep"):
         assert ran[name][0] == 1 and ran[name][1].count("\n") == 1 and EXPECTED in ran[name][1], ran[name]
     assert ran["runs"][0] == 0  # needs none of the missing tables and columns
+
+
+def test_migrations_that_another_process_applies_are_named(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    with (tmp_path / "state" / migrations.LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for arguments in (["create_key", "--operator"], ["up"]):
+            process = run_manage(tmp_path, *arguments)
+            assert (process.returncode, process.stderr) == (1, f"CommandError: {migrations.MIGRATIONS_IN_PROGRESS}\n")
+    process = run_manage(tmp_path, "create_key", "--operator")
+    assert process.stderr == f"CommandError: {EXPECTED}\n"
+
+
+def test_migrate_holds_its_lock_until_it_ends(settings: Any, tmp_path: Path) -> None:
+    settings.STATE_DIR = tmp_path
+    for signal in (pre_migrate, post_migrate):
+        assert signal.has_listeners(apps.get_app_config("sandboxes"))
+    migrations.note_begin()
+    with (tmp_path / migrations.LOCK_FILE).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert not migrations.is_in_progress()  # in this process
+    migrations.note_end()
+    with (tmp_path / migrations.LOCK_FILE).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert migrations.is_in_progress()
+        migrations.note_begin()  # does not wait, and holds nothing
+    assert not migrations.is_in_progress()

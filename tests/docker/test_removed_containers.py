@@ -11,11 +11,15 @@ from typing import BinaryIO, cast
 from uuid import uuid4
 
 import pytest
+from django.conf import settings
 from django.test import override_settings
 
+from sandboxes.models import Run
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
-from sandboxes.providers.errors import Missing, Stopped, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, Rejected, Stopped, Unavailable
+from sandboxes.runs.failures import describe_unusable_directory
+from sandboxes.state import disk_space
 from tests.conftest import MINUTE
 from tests.docker.test_provider import Box, docker, executor, own_box, owner, volumes_of  # noqa: F401 - fixtures
 from tests.support.storage.tars import file, pack
@@ -184,6 +188,28 @@ def test_volumes_wait_for_an_image_that_was_removed(own_box: Box) -> None:  # no
     assert own_box.run("cat", "f").stdout == b"kept\n"
 
 
+def test_missing_images_and_the_disk_of_the_engine_are_found(own_box: Box) -> None:  # noqa: F811
+    provider = own_box.provider
+    assert provider.find_missing_images({settings.SANDBOX_IMAGE, "leasehold-nowhere:latest"}) == {"leasehold-nowhere:latest"}
+    assert provider.find_disk() == Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
+    assert disk_space.measure_engine_space(provider)
+
+
+def test_image_that_is_missing_or_has_no_guest_is_unusable(own_box: Box, tmp_path: Path) -> None:  # noqa: F811
+    name = f"leasehold-empty-{uuid4().hex[:12]}:latest"
+    (tmp_path / "Dockerfile").write_text('FROM scratch\nLABEL leasehold.test="1"\n')
+    docker("build", "-q", "-t", name, str(tmp_path))
+    try:
+        for image in ("leasehold-nowhere:latest", name):
+            spec = SandboxSpec(name=f"leasehold-{uuid4().hex}", owner="images", image=image)
+            with pytest.raises(Rejected) as raised:
+                own_box.provider.create(spec)
+            assert raised.value.cause == FailureCause.IMAGE_UNUSABLE
+            own_box.provider.destroy(spec.name)
+    finally:
+        docker("rmi", "-f", name)
+
+
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("executor", ["agent"], indirect=True)
 def test_command_is_not_repeated_in_a_container_that_was_created_during_it(own_box: Box) -> None:  # noqa: F811
@@ -204,3 +230,14 @@ def test_process_is_started_in_a_container_that_was_stopped_or_removed(own_box: 
     docker(*end.split(), ref)
     assert provider.start(ref, ["sleep", "300"], env={}, mark=mark).running
     assert provider.processes(ref, [mark])[mark].running
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("executor", ["agent"], indirect=True)
+def test_denied_working_directory_is_recognized_and_repaired_from_another_one(own_box: Box) -> None:  # noqa: F811
+    own_box.run("chmod", "000", "/workspace")
+    denied = own_box.run("true")
+    assert denied.exit_code == 126 and describe_unusable_directory(Run(cwd="/workspace"), denied)
+    repair = ["chmod", "u+rwx", "/workspace"]
+    result = own_box.provider.exec(own_box.ref, repair, env={}, cwd="/tmp", timeout=MINUTE, mark=uuid4().hex)
+    assert result.exit_code == 0 and own_box.run("true").exit_code == 0

@@ -45,7 +45,7 @@ def build_rows() -> list[dict[str, str]]:
 
 
 def render_json() -> str:
-    return json.dumps({"variables": build_rows(), "warnings": env.find_unknown_variables()}, indent=2)
+    return json.dumps({"variables": build_rows(), "warnings": [str(each) for each in env.find_unknown_variables()]}, indent=2)
 
 
 def render_table() -> Iterator[str]:

@@ -18,7 +18,7 @@ from django.db import Error as DatabaseError
 from django.db import connections
 from django.utils import timezone
 
-from controlplane import checks, health, schedules, stages, supervisor
+from controlplane import checks, health, schedules, stages, startup, supervisor
 from controlplane.supervisor import Child, LockFile, Supervisor
 from controlplane.worker import heartbeat as queue_heartbeat
 from leases import sweeps as lease_sweeps
@@ -27,7 +27,7 @@ from sandboxes import long_calls, providers
 from sandboxes.db import database_time, migrations
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
-from sandboxes.management.base import build_command_error, first_line, require_migrated
+from sandboxes.management.base import EXIT_INTERRUPTED, build_command_error, first_line, require_migrated
 from sandboxes.models import Sandbox, SandboxState
 from sandboxes.pool import prewarmed
 from sandboxes.providers.base import Provider
@@ -39,7 +39,7 @@ CLEANUP_RETRY_SECONDS = 1.0
 
 
 class Command(BaseCommand):
-    requires_system_checks = (checks.CONFIGURATION,)
+    requires_system_checks = checks.LONG_RUNNING
     help = "Run web server, queue and egress proxy until Ctrl-C or SIGTERM. Sandboxes are kept unless --leave-nothing."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -73,6 +73,7 @@ class Command(BaseCommand):
             elif values.get("stage") == "finish":
                 self._finish(values, leave_nothing=leave_nothing)
             else:
+                startup.wait_for_services(print_line=self.print_line, needs_engine=initialize)
                 if initialize:
                     initialize_installation()
                 self._prepare(host, port, with_queue=not no_worker, heartbeat_timeout=heartbeat_timeout)
@@ -80,8 +81,12 @@ class Command(BaseCommand):
             raise CommandError(f"Another manage.py up is running on {settings.STATE_DIR} ({error}).") from None
         except DatabaseError as error:
             raise build_command_error(error) from None
+        except ProviderError as error:
+            raise CommandError(str(error)) from None
         except PermissionError as error:
             raise CommandError(f"LEASEHOLD_STATE_DIR cannot be used: {error}") from None
+        except KeyboardInterrupt:  # before the stage `supervise`, which has handlers of its own
+            raise SystemExit(EXIT_INTERRUPTED) from None
 
     def _prepare(self, host: str, port: int, *, with_queue: bool, heartbeat_timeout: timedelta) -> None:
         """First stage: start the children, and continue in the stage `supervise`."""

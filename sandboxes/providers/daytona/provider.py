@@ -140,7 +140,8 @@ class DaytonaProvider(ImageBuildingProvider):
             if found.state in RUNNING:
                 return
             if found.state in FAILED:
-                raise Rejected(f"Daytona could not create {ref}: {quote_answer(found.error_reason or found.state)}")
+                text = f"Daytona could not create {ref}: {quote_answer(found.error_reason or found.state)}"
+                raise Rejected(text, cause=FailureCause.IMAGE_UNUSABLE if found.state == SandboxState.BUILD_FAILED else None)
             if found.state in STARTABLE:
                 self._request_start(ref)
             pause.wait(f"{ref} is {found.state} and not ready in time")

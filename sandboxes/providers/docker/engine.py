@@ -25,7 +25,7 @@ from requests.exceptions import RequestException, Timeout
 
 from sandboxes.providers.base import ResourceUsage
 from sandboxes.providers.docker.freezer import Freezer, find_freezer
-from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, OutOfSpace, ProviderError, Rejected, Unavailable
 from sandboxes.providers.launcher import KILLED_EXIT_CODE
 from sandboxes.redaction.texts import quote_answer
 
@@ -42,13 +42,24 @@ ABSENCE_PATTERN = re.compile(
 )
 
 
+NO_SPACE_PATTERN = re.compile(r"(?i)\bno space left on device\b|\bdisk quota exceeded\b")
+# Start of a container whose image lacks the program of process 1.
+NO_PROGRAM_PATTERN = re.compile(
+    r"(?i)OCI runtime create failed.*\bexec: .*(?:executable file not found|no such file or directory|permission denied)"
+)
+
+
 class Conflict(Unavailable):
     """HTTP 409: the container's state, or a concurrent operation, does not allow this call."""
 
 
 def _to_provider_error(status: int, message: str) -> ProviderError:
     """Translate an error of the engine. A 404 for an unknown path, or of a proxy before the engine, states no absence."""
+    if NO_SPACE_PATTERN.search(message):
+        return OutOfSpace(f"Docker answered {status}: {message}")
     text = f"Docker answered {status}: {quote_answer(message)}"
+    if status in (400, 500) and NO_PROGRAM_PATTERN.search(message):
+        return Rejected(f"Process 1 does not start. {text}", cause=FailureCause.IMAGE_UNUSABLE)
     if status == 410 or (status == 404 and not ABSENCE_PATTERN.search(message)):
         return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
     kinds: dict[int, type[ProviderError]] = {404: Missing, 409: Conflict}
@@ -130,7 +141,16 @@ class Engine:
         info = self.client.info()
         self.id = str(info.get("ID") or "")  # last stated by the engine
         options = " ".join(info.get("SecurityOptions") or [])
+        self.data_root = self._find_data_root(str(info.get("DockerRootDir") or ""))
         self.has_user_remapping = "name=userns" in options or "name=rootless" in options
+
+    def _find_data_root(self, stated: str) -> Path | None:
+        """Return the engine's data directory if it is on this machine: the engine has a unix socket, the directory exists."""
+        try:
+            is_local = self._host.scheme == "http+unix" and bool(stated) and Path(stated).is_dir()
+        except OSError:  # not permitted to look
+            return None
+        return Path(stated) if is_local else None
 
     def fetch_id(self) -> str:
         """Ask the engine for its id, which it keeps with its containers. Raise Unavailable, also if it states none."""

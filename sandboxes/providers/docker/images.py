@@ -4,7 +4,7 @@ import http.client
 import io
 import json
 import tarfile
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from urllib.parse import urlencode
@@ -16,7 +16,7 @@ from docker.types import LogConfig
 from sandboxes.providers.base import BuiltImage
 from sandboxes.providers.docker.commands import AGENT_UID, ContainerCommandProvider
 from sandboxes.providers.docker.engine import build_unavailable, translate_errors
-from sandboxes.providers.errors import BuildCommandFailed, FailureCause, ImageInUse, Rejected, Unavailable
+from sandboxes.providers.errors import BuildCommandFailed, FailureCause, ImageInUse, Missing, Rejected, Unavailable
 from sandboxes.redaction.texts import quote_answer
 
 BUILD_MEMORY_BYTES = 4 << 30  # of each build step
@@ -54,6 +54,16 @@ class ContainerImagesProvider(ContainerCommandProvider):
 
     builds_images = True
     build_user = "agent"
+
+    def find_missing_images(self, images: Collection[str]) -> set[str]:
+        missing = set()
+        for image in images:
+            try:
+                with translate_errors():
+                    self._engine.client.inspect_image(image)
+            except Missing:
+                missing.add(image)
+        return missing
 
     def pull_image(self, image: str) -> Generator[str, None, None]:
         client = self._engine.client

@@ -95,6 +95,9 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
     def total_memory_mib(self) -> int | None:
         return int(self._engine.call("GET", "/info")["MemTotal"]) >> 20 or None  # 0 if the daemon cannot read it
 
+    def find_disk(self) -> Path | None:
+        return self._engine.data_root
+
     def create(self, spec: SandboxSpec) -> str:
         # A container that loses its parked namespace is replaced, which would lose the rest of its file system.
         may_park = settings.PARKED_NETWORKS > 0 and not settings.DOCKER_RUNTIME and not spec.writable_root
@@ -170,7 +173,8 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
                 use_config_proxy=False,  # the host user's proxy settings may contain passwords
             )
         except ImageNotFound as error:
-            raise Rejected(f"Image {image} does not exist. Run `manage.py build_image`.") from error
+            message = f"Image {image} does not exist. Run `manage.py build_image`."
+            raise Rejected(message, cause=FailureCause.IMAGE_UNUSABLE) from error
         except APIError as error:
             if error.status_code == 409:
                 return False

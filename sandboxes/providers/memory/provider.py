@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import BinaryIO
 
 from sandboxes.agent.protocol import TerminalSize
@@ -150,6 +151,8 @@ class MemoryProvider(HookedCalls, Provider):
         with self._lock:
             self._engines: dict[str, dict[str, MemorySandbox]] = {}
             self.silent: set[str] = set()
+            self.disk: Path | None = None
+            self.missing_images: set[str] = set()  # `create` rejects them
             _selected_engine.set(DEFAULT_ENGINE_ID)
             self.clear_hooks()
             self.programs: dict[str, Program] = {**PROGRAMS, "sh": lambda call: run_shell(self.programs, call)}
@@ -202,8 +205,17 @@ class MemoryProvider(HookedCalls, Provider):
         """Return the file tree of a running or stopped sandbox, for reading and writing."""
         return self._get(ref).files
 
+    def find_missing_images(self, images: Collection[str]) -> set[str]:
+        return self.missing_images.intersection(images)
+
+    def find_disk(self) -> Path | None:
+        with self.hooked_call("find_disk", ""):
+            return self.disk
+
     def create(self, spec: SandboxSpec) -> str:
         with self.hooked_call("create", spec.name), self._lock:
+            if spec.image in self.missing_images:
+                raise Rejected(f"Image {spec.image} does not exist.", cause=FailureCause.IMAGE_UNUSABLE)
             sandbox = self._sandboxes.setdefault(spec.name, MemorySandbox(spec, datetime.now(UTC)))
             sandbox.intervals = spec.intervals or sandbox.intervals
             if sandbox.spec.owner != spec.owner:

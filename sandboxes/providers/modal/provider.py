@@ -356,7 +356,9 @@ def _translate_errors(subject: str) -> Iterator[None]:
         if states_quota(str(error)):
             raise NoCapacity(f"{subject}: {quote_answer(error)}", cause=FailureCause.NO_CAPACITY) from error
         raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
-    except (exception.InvalidError, exception.ImageBuildError) as error:
+    except exception.ImageBuildError as error:
+        raise Rejected(f"{subject}: {quote_answer(error)}", cause=FailureCause.IMAGE_UNUSABLE) from error
+    except exception.InvalidError as error:
         raise Rejected(f"{subject}: {quote_answer(error)}") from error
     except (exception.TimeoutError, TimeoutError) as error:
         raise Unavailable(

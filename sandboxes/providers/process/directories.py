@@ -1,5 +1,6 @@
 """Directories of the process provider's sandboxes: layout, translation of paths, listing and removal."""
 
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,8 @@ from sandboxes.providers.base import (
     WORKSPACE,
     ProviderSandbox,
 )
-from sandboxes.providers.errors import Unavailable
+from sandboxes.providers.errors import OutOfSpace, Unavailable
+from sandboxes.redaction.texts import quote_answer
 
 IMAGE_DIRECTORY = Path(files.__file__).resolve().parent  # /opt/leasehold in the Docker image
 METADATA_FILE = "sandbox.json"
@@ -111,4 +113,6 @@ def translate_disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unavailable(f"{error.strerror}: {error.filename}") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpace(str(error)) from error
+        raise Unavailable(f"{error.strerror}: {quote_answer(error.filename)}") from error

@@ -61,7 +61,7 @@ class RemoteLifecycle(Provider):
             return self._look_up(ref)
         except Unavailable:
             if isinstance(failed, NotFound):
-                raise Rejected(str(failed)) from failed
+                raise Rejected(str(failed), cause=FailureCause.IMAGE_UNUSABLE) from failed
             raise failed from None
 
     @contextmanager

@@ -7,11 +7,11 @@ import pytest
 from django.utils import timezone
 
 from controlplane import health, schedules
-from sandboxes.models import Host, Pool, Sandbox, Sweep
+from sandboxes.models import Host, Pool, Sandbox, Sweep, Webhook
 from sandboxes.pool import admission_queue
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.state import disk_space
-from sandboxes.sweeps import passes
+from sandboxes.sweeps import heartbeat, passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run, update_pool
 
@@ -84,10 +84,55 @@ def test_failed_starts_are_warned_about_without_the_error(client, pool, memory) 
     update_pool(pool, warm_target=2)
     with memory.fail("create", Rejected("secret registry"), times=99):
         passes.warm_pools(now=timezone.now())
-    until = Pool.objects.get(pk=pool.pk).warm_paused_until
-    assert warnings(client) == [f'Pool "{pool}" starts no warm sandboxes until {until:%H:%M:%S} UTC, after failed starts.']
+    row = Pool.objects.get(pk=pool.pk)
+    until, since = row.warm_paused_until, f"{row.starts_failing_since:%Y-%m-%d %H:%M:%S}"
+    assert warnings(client) == [
+        f'Pool "{pool}" starts no warm sandboxes until {until:%H:%M:%S} UTC, after failed starts.',
+        f'Starts of the pool "{pool}" fail since {since} UTC: provider_rejected. See the page of the pool.',
+    ]
     warming = client.get("/healthz").json()["warming"][pool.name]
     assert (warming["target"], warming["ready"], warming["paused_until"][:19]) == (2, 0, f"{until:%Y-%m-%dT%H:%M:%S}")
+
+
+def test_a_missing_image_is_warned_about_until_the_engine_has_it(client, pool, sandbox, memory) -> None:
+    update_pool(pool, image="private.example/base:1")
+    memory.missing_images = {"private.example/base:1"}
+    heartbeat.record_heartbeats(now=timezone.now())
+    text = f'The image of the pool "{pool}" does not exist on the host "{Host.objects.get()}": its starts fail there.'
+    assert warnings(client) == [text]
+    assert client.get("/readyz").status_code == 200  # sandboxes that run are served
+    memory.missing_images = set()
+    heartbeat.record_heartbeats(now=timezone.now())
+    assert warnings(client) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"failures": 2, "failing_since": NOW}, None),
+        ({"failures": 3, "failing_since": NOW}, "Webhooks whose receiver fails: 1. The page Webhooks has their errors."),
+        (
+            {"failures": 10, "failing_since": NOW, "disabled_at": NOW},
+            "Webhooks disabled after failures, which send nothing: 1. The page Webhooks has their errors.",
+        ),
+        ({"failures": 10, "failing_since": NOW, "disabled_at": NOW, "removed_at": NOW}, None),
+        ({"failures": 3, "failing_since": NOW, "active": False}, None),
+    ],
+    ids=["two failures", "three failures", "disabled", "removed", "paused"],
+)
+def test_failing_webhooks_are_warned_about(client, sandbox, fields: dict, text: str | None) -> None:
+    sealed = None if "removed_at" in fields else b"sealed"
+    Webhook.objects.create(url="https://secret.example/", created_at=NOW, sealed=sealed, **fields)
+    assert warnings(client) == ([text] if text else [])
+
+
+def test_the_disk_of_the_engine_is_measured_and_warned_about(client, sandbox, memory, settings, tmp_path, monkeypatch) -> None:
+    memory.disk = tmp_path
+    status = health.query_provider()
+    monkeypatch.setattr(health.provider_probe, "get_status", lambda: status)
+    assert client.get("/healthz").json()["disk_free_bytes"]["engine"] == status["disk"]["engine"] > 0
+    settings.MIN_FREE_DISK = 1 << 60
+    assert any(each.startswith("The engine disk has") for each in warnings(client))
 
 
 def test_drift_is_warned_about_until_a_recount_finds_none(client, pool, sandbox) -> None:
@@ -114,6 +159,15 @@ def test_sandboxes_that_need_an_operator_are_warned_about(client, sandbox, warni
     response = client.get("/healthz")
     assert response.status_code == 200
     assert sum(response.json()[name] for name in ("quarantined", "stalled", "lost")) == 1
+
+
+def test_sandboxes_that_cannot_sleep_are_warned_about_until_their_state_is_stored(client, sandbox, memory) -> None:
+    later = timezone.now() + timedelta(hours=1)
+    with memory.fail("get_files", Unavailable("secret")):
+        assert passes.evict_idle(now=later).failures
+    assert warnings(client) == ["Sandboxes whose state cannot be stored, so that they do not sleep: 1."]
+    assert passes.evict_idle(now=later + timedelta(hours=1)).counts == {"put to sleep": 1}
+    assert warnings(client) == []
 
 
 @pytest.mark.parametrize(("minutes", "late"), [(3.9, False), (4.1, True), (None, True)])

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane import metrics, schedules
 from leases import leasing
-from sandboxes.models import Host, Sandbox, Sweep
+from sandboxes.models import Host, Sandbox, Sweep, Webhook
 from sandboxes.pool import admission_queue
 from sandboxes.providers.errors import Rejected, Unavailable
 from sandboxes.sweeps import passes
@@ -271,3 +271,17 @@ def test_behind_a_proxy_loopback_is_not_enough(without_token, changes: dict[str,
     for name, value in changes.items():
         setattr(without_token, name, value)
     assert Client().get("/metrics", **LOCAL).status_code == 403
+
+
+def test_failing_starts_missing_images_and_webhooks_are_scraped(scrape, pool, memory, client) -> None:
+    Host.objects.create(pk=uuid4(), provider="memory", engine_id="e", name="alpha", created_at=NOW)
+    assert scrape("starts_failing") == 0
+    assert scrape("missing_images", host="alpha", provider="memory") == 0
+    update_pool(pool, starts_failing_since=NOW)
+    Host.objects.update(missing_images={pool.name: "image"})
+    Webhook.objects.create(url="https://a.example/", created_at=NOW, sealed=b"s", failures=3)
+    Webhook.objects.create(url="https://b.example/", created_at=NOW, sealed=b"s", failures=9, disabled_at=NOW)
+    assert scrape("starts_failing") == 1
+    assert scrape("missing_images", host="alpha", provider="memory") == 1
+    assert scrape("webhooks_failing", state="failing") == 1
+    assert scrape("webhooks_failing", state="disabled") == 1

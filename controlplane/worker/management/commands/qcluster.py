@@ -13,7 +13,7 @@ from sandboxes.providers.errors import ProviderError
 
 
 class Command(BaseCommand):
-    requires_system_checks = (checks.CONFIGURATION,)
+    requires_system_checks = checks.LONG_RUNNING
     help = "Run the queue worker of this host: its sweeps, and the tasks of its sandboxes."
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -7,7 +7,8 @@ import requests
 from docker.errors import APIError, create_api_error_from_http_exception
 
 from sandboxes.providers.docker import engine
-from sandboxes.providers.errors import Missing, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, OutOfSpace, Rejected, Unavailable
+from sandboxes.redaction.texts import omit_answers
 from tests.emulators.base import FOREIGN_ANSWERS
 
 UNKNOWN_PATH = json.dumps({"message": "page not found"}).encode()
@@ -43,3 +44,28 @@ def test_message_of_the_engine_about_an_object_is_an_absence(message: str) -> No
         engine._decode_response(404, body)
     with pytest.raises(Missing), engine.translate_errors():
         raise build_sdk_error(404, body)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "mkdir /var/lib/docker/overlay2/0f1e-init: no space left on device",
+        "failed to register layer: write /usr/lib/x: no space left on device",
+        "symlink ../0f1e/diff /var/lib/docker/overlay2/l/Q: disk quota exceeded",
+    ],
+)
+def test_full_disk_of_the_engine_is_out_of_space_without_its_paths(message: str) -> None:
+    with pytest.raises(OutOfSpace) as raised, engine.translate_errors():
+        raise build_sdk_error(500, json.dumps({"message": message}).encode())
+    assert message in str(raised.value) and "/" not in omit_answers(str(raised.value))
+
+
+def test_image_without_the_program_of_process_1_is_unusable() -> None:
+    message = (
+        "failed to create task for container: failed to create shim task: OCI runtime create failed: runc create failed: "
+        'unable to start container process: exec: "python3": executable file not found in $PATH: unknown'
+    )
+    for status in (400, 500):
+        with pytest.raises(Rejected) as raised, engine.translate_errors():
+            raise build_sdk_error(status, json.dumps({"message": message}).encode())
+        assert raised.value.cause == FailureCause.IMAGE_UNUSABLE

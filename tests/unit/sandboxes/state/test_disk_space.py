@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from leases import one_shot, snapshots
+from leases import execution, one_shot, snapshots
+from leases.api.files.base import build_command
 from leases.models import Lease
+from sandboxes.errors import EngineDiskFull
 from sandboxes.models import Run, Sandbox, Snapshot
 from sandboxes.state import disk_space
 from sandboxes.state.spool import open_spool
@@ -70,6 +72,58 @@ def test_low_disk_refuses_spools_of_requests_only() -> None:
     open_spool().close()
     with pytest.raises(DiskFull):
         open_spool(for_request=True)
+
+
+# --- disk of the engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine_disk(lease: Lease, memory, monkeypatch, tmp_path):
+    """Set the free space of the engine's disk, in MiB. The other disks have enough."""
+    free_mib = [1 << 20]
+    memory.disk = tmp_path
+    measure = disk_space._get_free_bytes
+    monkeypatch.setattr(disk_space, "_get_free_bytes", lambda path: free_mib[0] << 20 if path == tmp_path else measure(path))
+
+    def set_free(mib: int) -> None:
+        free_mib[0] = mib
+
+    return set_free
+
+
+@pytest.fixture
+def mark(settings) -> None:
+    settings.MIN_FREE_DISK = 80 << 20
+
+
+@pytest.mark.usefixtures("mark")
+def test_low_engine_disk_starts_no_new_sandbox_and_wakes_cold_ones(lease: Lease, grant, pool, engine_disk) -> None:
+    evict(lease, now=NOW)
+    engine_disk(79)
+    with pytest.raises(EngineDiskFull, match="79 MiB are free on the disk of the engine") as refused:
+        run(grant(environment="another"))
+    assert (refused.value.code, refused.value.retry_after, refused.value.provider) == ("disk_full", 60, "memory")
+    update_pool(pool, warm_target=2)
+    assert passes.warm_pools(now=NOW).failures == []
+    assert Sandbox.objects.count() == 1
+    assert read(lease, now=NOW + MINUTE) == "kept"
+    engine_disk(80)
+    run(grant(environment="another"))
+
+
+@pytest.mark.usefixtures("mark")
+def test_full_engine_disk_wakes_no_sandbox_and_writes_no_file(lease: Lease, engine_disk) -> None:
+    engine_disk(9)
+    command = build_command("write", "/workspace/f", root="/workspace")
+    with pytest.raises(EngineDiskFull):
+        execution.change_files(lease.pk, command, lambda provider, sandbox: pytest.fail("written"), now=NOW)
+    assert read(lease, now=NOW) == "kept"
+    evict(lease, now=NOW + MINUTE)
+    with pytest.raises(EngineDiskFull):
+        run(lease, now=NOW + 2 * MINUTE)
+    assert get_sandbox(lease).state == "cold"
+    engine_disk(10)
+    assert read(lease, now=NOW + 3 * MINUTE) == "kept"
 
 
 @pytest.mark.usefixtures("full_disk")

@@ -11,7 +11,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
-from sandboxes import destruction, quiescence, suspension
+from sandboxes import destruction, installation_marks, quiescence, suspension
 from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.errors import ClaimLost, WorkspaceFull
@@ -29,7 +29,7 @@ from sandboxes.models import (
 )
 from sandboxes.providers.base import Provider
 from sandboxes.providers.errors import Missing, ProviderError
-from sandboxes.state import data_sync, mounts, vendor_snapshots, workspace
+from sandboxes.state import data_sync, mounts, unrecorded, vendor_snapshots, workspace
 from sandboxes.storage.base import StoreError
 from sandboxes.usage import readings
 
@@ -150,6 +150,7 @@ def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, ac
         claim=None, deadline_at=None, tries=0, persist_failures=0, last_error="", slept=F("slept") + 1,
     )  # fmt: skip
     if slept:
+        installation_marks.note_change(sandbox, COLD)
         log.info("sleep", sandbox=str(pk), agent=sandbox.agent_did, bytes=sandbox.workspace_bytes)
     return slept
 
@@ -174,7 +175,8 @@ def record_missing(
     """Record that the provider does not have this incarnation. Returns the outcome, or "" if the row has moved.
 
     - "unheld destroyed": the sandbox has no holder.
-    - "found cold": the sandbox had no unsaved state. The next use wakes it from its stored state, if any.
+    - "found cold": the sandbox had no unsaved state. The next use wakes it from its stored state, if any. In a database that
+      has lost changes, also if later files of it are found: the next use wakes it from these.
     - "lost": a Run may have left changes that are stored nowhere.
 
     `unstarted_run` is an ended Run that did not reach the sandbox and therefore changed no file."""
@@ -190,8 +192,16 @@ def record_missing(
         runs = runs.filter(started_at__gte=stored_at)  # stored by a suspension, before the run that failed
     # A file operation may have changed files before it failed.
     runs = runs.exclude(NEVER_STARTED, kind__in=("exec", "turn"))
-    if sandbox.persisted or not runs.exists():
-        unused = ~Exists(runs.filter(sandbox=OuterRef("pk"))) | Q(persisted=True)
+    unused = ~Exists(runs.filter(sandbox=OuterRef("pk"))) | Q(persisted=True)
+    is_stored = sandbox.persisted or not runs.exists()
+    if not is_stored and installation_marks.has_lost_changes():
+        try:
+            is_stored = unrecorded.replace_missing(sandbox, registry.get_sandbox_provider(sandbox), now=now)
+        except (ProviderError, StoreError, WorkspaceFull) as failed:
+            log.error("unrecorded files not kept", sandbox=str(sandbox.pk), error=str(failed))
+            return ""
+        unused = Q() if is_stored else unused
+    if is_stored:
         with transaction.atomic():
             for was in (WARM, WAITING, SUSPENDED):
                 if advance(

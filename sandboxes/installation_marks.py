@@ -3,25 +3,38 @@
 A database that was restored from a backup or copied to another environment lacks the newest rows, and has work that was done
 since. Each minute a sweep therefore increases a generation in the database, and then writes it as a mark to the store and to
 the state directory. A mark of another installation, or with a higher generation than the database's, was written by another
-database or by a later state of this one. Until an operator confirms (`manage.py installation confirm`), destructive sweeps are
-refused, no queued run or task begins, and nothing is delivered."""
+database or by a later state of this one.
+
+A minute is too long for a fail-over to a standby that lacks the last seconds. Each start, wake and sleep of a sandbox is
+therefore noted in the state directory as well, once it is committed: a row that is behind the last note has lost changes.
+
+Until an operator confirms (`manage.py installation confirm`), destructive sweeps are refused, no queued run or task begins,
+nothing is delivered, and a wake first stores the files of any later incarnation (sandboxes.state.unrecorded)."""
 
 import json
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from uuid import UUID
 
 import structlog
 from django.conf import settings
 from django.db.models import F
 
-from sandboxes.models import Installation
+from sandboxes.models import Installation, Sandbox, SandboxState
 from sandboxes.models.installation import MARK_NAME
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
 log = structlog.get_logger(__name__)
+CHANGE_NAME = "last-change.json"  # of the last noted change, in the state directory
+# Order of the states within an incarnation. A sandbox changes between states of equal rank, but never to a lower one.
+STATE_RANKS = {
+    SandboxState.WARMING: 0, SandboxState.WARM: 1, SandboxState.RUNNING: 1, SandboxState.WAITING: 1, SandboxState.SUSPENDED: 1,
+    SandboxState.EVICTING: 1, SandboxState.COLD: 2, SandboxState.DESTROYING: 3, SandboxState.DESTROYED: 3,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,16 @@ class Mark:
 
     identity: str
     generation: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """Committed state of one sandbox, noted by a process of this host. Rows of sandboxes are never deleted."""
+
+    identity: str  # of the installation
+    sandbox: str
+    incarnation: int
+    rank: int
 
 
 def get_installation() -> Installation:
@@ -49,7 +72,7 @@ def find_mismatch() -> str:
     was_marked = get_installation().generation > 0  # read before the marks: another worker may write the first mark meanwhile
     marks = (("store", read_store_mark()), ("state directory", read_directory_mark()))
     row = get_installation()  # read after the marks: another host may increase the generation and write a mark meanwhile
-    reasons = []
+    reasons = [lost] if (lost := _find_lost_change(row)) else []
     for place, mark in marks:
         if mark is None:
             if place == "store" and was_marked:
@@ -82,16 +105,21 @@ class FirstCheck:
         if settings.OBSERVE:
             return "Observe mode (LEASEHOLD_OBSERVE)."
         if not self._is_done:
-            try:
-                mismatch = find_mismatch()
-            except StoreError as failed:
-                return f"The mark in the store cannot be read: {failed}"
-            self._is_done = True
+            mismatch, self._is_done = _find_mismatch_or_error()
             return mismatch
-        return get_installation().mismatch
+        row = get_installation()
+        return row.mismatch or (_find_mismatch_or_error()[0] if _find_lost_change(row) else "")
 
 
 FIRST_CHECK = FirstCheck()
+
+
+def _find_mismatch_or_error() -> tuple[str, bool]:
+    """Return the mismatch, or the error of the store, and whether the store has responded."""
+    try:
+        return find_mismatch(), True
+    except StoreError as failed:
+        return f"The mark in the store cannot be read: {failed}", False
 
 
 def find_refusal() -> str:
@@ -125,6 +153,66 @@ def _parse_mark(content: bytes | None, place: str) -> Mark | None:
         raise StoreError(place, "read", f"{MARK_NAME} is not a mark of an installation: {error}") from error
 
 
+def note_change(sandbox: Sandbox, state: SandboxState) -> None:
+    """Note in the state directory that a sandbox was committed in this state. Call after the commit.
+
+    A database that lacks the previous note has lost changes: the mismatch is recorded, and the note stays as the evidence. Of
+    concurrent notes any may remain. A note that cannot be written leaves an older one, which is as true: the failure is logged,
+    and the sandbox goes on."""
+    row = get_installation()
+    if lost := _find_lost_change(row):
+        if not row.mismatch:
+            Installation.objects.filter(pk=row.pk).update(mismatch=lost)
+            log.error("installation mismatch", reason=lost)
+        return
+    content = json.dumps(asdict(Change(str(row.identity), str(sandbox.pk), sandbox.incarnation, STATE_RANKS[state])))
+    try:
+        _replace_file(Path(settings.STATE_DIR) / CHANGE_NAME, content.encode())
+    except OSError as error:
+        log.warning("change not noted", sandbox=str(sandbox.pk), error=str(error))
+
+
+def has_lost_changes() -> bool:
+    """Return whether this database does not belong to its store or state directory, as far as that is known without the store.
+
+    Two queries and a small file: for each wake."""
+    row = get_installation()
+    return bool(row.mismatch or _find_lost_change(row))
+
+
+def _find_lost_change(row: Installation) -> str:
+    """Return the reason if the database lacks the change that was noted last in the state directory, or ""."""
+    try:
+        change = _read_change()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"{CHANGE_NAME} in the state directory cannot be read, so a loss of changes would not be seen: {error}"
+    if change is None or change.identity != str(row.identity):  # the mark of another installation is reported by itself
+        return ""
+    found = Sandbox.objects.filter(pk=UUID(change.sandbox)).values_list("incarnation", "state").first()
+    if found and (found[0], STATE_RANKS[SandboxState(found[1])]) >= (change.incarnation, change.rank):
+        return ""
+    return (
+        f"This database lacks changes that were committed: incarnation {change.incarnation} of the sandbox {change.sandbox} is "
+        "not there any more. A backup was restored, or a standby without the last changes took over."
+    )
+
+
+def _read_change() -> Change | None:
+    try:
+        values = json.loads((Path(settings.STATE_DIR) / CHANGE_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    return Change(str(values["identity"]), str(UUID(values["sandbox"])), int(values["incarnation"]), int(values["rank"]))
+
+
+def forget_change() -> None:
+    """Remove the noted change: this database is accepted as it is. Raises StoreError."""
+    try:
+        (Path(settings.STATE_DIR) / CHANGE_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError("state directory", "remove", str(error)) from error
+
+
 def write_marks(*, now: datetime) -> None:
     """Increase the generation in the database, then write the marks.
 
@@ -137,14 +225,18 @@ def write_marks(*, now: datetime) -> None:
     row = get_installation()
     content = _format_mark(row)
     get_store().set(MARK_NAME, content)
-    path = _get_mark_path()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        _replace_file(_get_mark_path(), content)
     except OSError as error:
         raise StoreError("state directory", "write", str(error)) from error
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Threads and processes may do so at the same time."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
 
 
 def _format_mark(row: Installation) -> bytes:

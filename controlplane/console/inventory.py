@@ -40,9 +40,9 @@ from sandboxes.formatting import format_path, pluralize
 from sandboxes.hosts import registry
 from sandboxes.inventory.entries import WITHOUT_OWNER, Entry, Finding, Inventory, collect_inventory
 from sandboxes.inventory.listings import WITHOUT_RESPONSE, EngineListing, ListingState
-from sandboxes.inventory.names import parse_name
 from sandboxes.inventory.removal import destroy_ownerless
 from sandboxes.models import Host, Pool, Sandbox
+from sandboxes.models.names import parse_name
 from sandboxes.providers.errors import ProviderError
 
 log = structlog.get_logger(__name__)
@@ -223,7 +223,7 @@ def _explain(entry: Entry) -> str:
     if entry.former and entry.finding == Finding.NO_ROW:
         return (
             f"Its row is {entry.former.state}, incarnation {entry.former.incarnation}: it should not exist any more. The next "
-            "reconcile sweep destroys it."
+            "reconcile sweep destroys it, and keeps its files before as a snapshot of the lease if its row does not record it."
         )
     return {
         Finding.UNKNOWN_OWNER: "No pool has its owner label: it may belong to another installation. No sweep touches it.",

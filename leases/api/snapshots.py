@@ -66,7 +66,8 @@ class SnapshotSerializer(serializers.Serializer):
     name = serializers.CharField(help_text="Name given on creation.")
     kind = serializers.ChoiceField(
         SnapshotKind.choices, help_text="asked: on request; sleep: at the eviction of the sandbox; restored: copy of an "
-        "earlier snapshot, made current by a restore; forked: copy of the forked lease's workspace.",
+        "earlier snapshot, made current by a restore; forked: copy of the forked lease's workspace; "
+        "found: files that the database did not record, since it lost its last changes. No wake starts from them by itself.",
     )  # fmt: skip
     at = serializers.DateTimeField(help_text="Creation time. The next wake starts from the newest snapshot.")
     size_bytes = serializers.IntegerField(help_text="Size of the stored tar.")

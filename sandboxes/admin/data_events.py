@@ -22,6 +22,7 @@ DATA_EVENT_LABELS = {
     DataEvent.Kind.FULL: "Full",
     DataEvent.Kind.CORRUPT: "Corrupt",
     DataEvent.Kind.OLDER: "Older copy",
+    DataEvent.Kind.FOUND: "Found",
     DataEvent.Kind.DROPPED: "Dropped",
 }
 

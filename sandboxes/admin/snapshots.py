@@ -41,6 +41,7 @@ SNAPSHOT_KIND_LABELS = {
     SnapshotKind.ASKED: "on request",
     SnapshotKind.RESTORED: "restored",
     SnapshotKind.FORKED: "forked",
+    SnapshotKind.FOUND: "found unrecorded",
 }
 
 

@@ -1,20 +1,17 @@
 """Records of the Kubernetes provider in the database: the Pod of each sandbox, and the result of the last seal check."""
 
-import re
-from uuid import UUID
-
 from django.db.models import QuerySet
 
 from sandboxes.agent import addresses
 from sandboxes.agent.runs import AgentClient
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Host, Sandbox, SandboxState
+from sandboxes.models.names import parse_name
 from sandboxes.providers.errors import FailureCause
 from sandboxes.providers.kubernetes.endings import Ending
 
 PROVIDER_NAME = "kubernetes"
 MAX_MESSAGE_CHARACTERS = 500
-_REF_PATTERN = re.compile(r"leasehold-([0-9a-f]{32})-[0-9]+")  # Sandbox.name
 
 
 class PodRows:
@@ -46,5 +43,5 @@ class PodRows:
 
 def _find_rows(ref: str) -> QuerySet[Sandbox]:
     """Select the row whose current incarnation has this ref, by its primary key."""
-    match = _REF_PATTERN.fullmatch(ref)
-    return Sandbox.objects.filter(pk=UUID(match[1]), ref=ref) if match else Sandbox.objects.none()
+    parts = parse_name(ref)
+    return Sandbox.objects.filter(pk=parts.pk, ref=ref) if parts else Sandbox.objects.none()

@@ -18,11 +18,11 @@ from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import CapacityExhausted, SandboxNotAdoptable, SandboxNotHeld, StoreUnavailable
 from sandboxes.hosts import registry
-from sandboxes.inventory.names import SandboxName, parse_name
 from sandboxes.inventory.ownership import Ownerless, find_ownerless
 from sandboxes.lifecycle import DESTROYING, WARMING, advance, checkpoint, insert_warming
 from sandboxes.long_calls import LONG_CALLS
 from sandboxes.models import Pool, Quota, Sandbox, TransitionReason
+from sandboxes.models.names import SandboxName, parse_name
 from sandboxes.models.state import Snapshot, SnapshotKind
 from sandboxes.pool.allocation import take_place
 from sandboxes.state import workspace
@@ -99,7 +99,7 @@ def _require_adoptable(found: Ownerless, chosen: Pool | None) -> Pool:
     if former := Sandbox.objects.filter(pk=parts.pk).first():
         raise SandboxNotAdoptable(
             f"It is incarnation {parts.incarnation} of a sandbox whose row is {former.state} at incarnation "
-            f"{former.incarnation}. Its files are outdated. It can only be destroyed."
+            f"{former.incarnation}. Reconcile keeps its files as a snapshot of the lease, if there is one."
         )
     if found.listed.is_remnant:
         raise SandboxNotAdoptable("Only its volumes are left. They can only be destroyed.")

@@ -7,9 +7,9 @@ from enum import StrEnum
 from uuid import UUID
 
 from sandboxes.inventory.listings import EngineListing, ListingState, list_engines
-from sandboxes.inventory.names import parse_name
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
+from sandboxes.models.names import parse_name
 from sandboxes.providers.base import ProviderSandbox
 
 

@@ -1,28 +1,12 @@
-"""Rows behind the names of sandboxes at their engines, `leasehold-<id of the row>-<incarnation>`."""
+"""Rows behind the names of sandboxes at their engines."""
 
-import re
-from typing import NamedTuple
 from uuid import UUID
 
 from django.db.models import Q
 
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Sandbox
-
-NAME_PATTERN = re.compile(r"leasehold-(?P<pk>[0-9a-f]{32})-(?P<incarnation>[1-9][0-9]{0,8})")
-
-
-class SandboxName(NamedTuple):
-    """Row and incarnation that a name at an engine states."""
-
-    pk: UUID
-    incarnation: int
-
-
-def parse_name(name: str) -> SandboxName | None:
-    """Return the parts of a name that `Sandbox.name` has built; None for any other name."""
-    match = NAME_PATTERN.fullmatch(name)
-    return SandboxName(UUID(match["pk"]), int(match["incarnation"])) if match else None
+from sandboxes.models.names import parse_name
 
 
 def filter_host(host_id: UUID) -> Q:
@@ -37,5 +21,5 @@ def has_row(name: str, host_id: UUID) -> bool:
     parts = parse_name(name)
     if parts is None:
         return False
-    rows = Sandbox.objects.filter(filter_host(host_id), pk=parts.pk, incarnation=parts.incarnation)
+    rows = Sandbox.objects.filter(filter_host(host_id), pk=parts.pk, ref=name)
     return rows.exclude(state__in=(COLD, DESTROYED)).exists()

@@ -272,8 +272,8 @@ class Sandbox(models.Model):
 
     @property
     def name(self) -> str:
-        """Provider-side name, unique for each incarnation."""
-        return f"leasehold-{self.pk.hex}-{self.incarnation}"
+        """Provider-side name, unique for each incarnation: every provider's ref is the name."""
+        return self.ref
 
 
 class Transition(models.Model):

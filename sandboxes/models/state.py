@@ -19,6 +19,7 @@ class SnapshotKind(models.TextChoices):
     ASKED = "asked"  # requested through the API or console
     RESTORED = "restored"  # an earlier snapshot, made the newest
     FORKED = "forked"  # copied from another lease by a fork
+    FOUND = "found"  # of files that the database did not record, since it lost its last changes
 
 
 class Snapshot(models.Model):
@@ -264,6 +265,7 @@ class DataEvent(models.Model):
         FULL = "full"  # data limit of the agent exceeded
         CORRUPT = "corrupt"  # checksum of a stored copy does not match
         OLDER = "older_copy"  # newest copy unreadable, previous copy used
+        FOUND = "found"  # files that the database did not record were kept as a snapshot
         DROPPED = "dropped"  # lost for good: changes that could not be stored, or stored state that no longer exists
 
     holder = models.UUIDField(null=True, blank=True)

@@ -35,6 +35,7 @@ from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal, HolderTerms
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
+from sandboxes.models.names import build_name
 from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, start_breaker
 from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.placement import MOVE_REASONS, START_ERRORS, Placement, PoolSearch, Skip, find_skip_reason
@@ -485,7 +486,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
         claimed_by=settings.INSTANCE,
         deadline_at=now + settings.SANDBOX_START_TIMEOUT,
     )
-    sandbox.ref = sandbox.name
+    sandbox.ref = build_name(sandbox.pk, sandbox.incarnation)
     return sandbox
 
 

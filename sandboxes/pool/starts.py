@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q
 
-from sandboxes import destruction, eviction, process_restarts, providers
+from sandboxes import destruction, eviction, installation_marks, process_restarts, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
 from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
@@ -32,15 +32,17 @@ from sandboxes.errors import (
     SandboxNotHeld,
     SandboxNotReady,
     TooManyStarts,
+    WorkspaceFull,
 )
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
+from sandboxes.models.names import build_name
 from sandboxes.pool import images, intervals, start_breaker, start_failures
 from sandboxes.providers.base import GatewayAccess, Provider, SandboxSpec, VendorIntervals
 from sandboxes.providers.errors import CapacityPending as Pending
 from sandboxes.providers.errors import FailureCause, NoCapacity, OutOfSpace, ProviderError, Rejected, Unavailable
-from sandboxes.state import disk_space, mounts, vendor_snapshots, workspace
+from sandboxes.state import disk_space, mounts, unrecorded, vendor_snapshots, workspace
 from sandboxes.state.workspace import StateLost
 from sandboxes.storage.base import StoreError
 
@@ -82,6 +84,7 @@ def start_reserved(
 
     try:
         with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
+            installation_marks.note_change(sandbox, WARMING)
             limits = _compute_limits(sandbox, provider, now=clock())  # from before the call: a lifetime never ends too late
             if sandbox.pending_since is None:
                 provider.create(replace(_build_complete_spec(sandbox, provider, now=clock()), intervals=limits.intervals))
@@ -122,6 +125,7 @@ def start_reserved(
         _discard(provider, sandbox)
         raise _build_overtaken_error(sandbox)
     start_failures.note_success(sandbox.pool)
+    installation_marks.note_change(sandbox, WARM)
     is_woken, seconds = has_stored_state(sandbox, source), round((clock() - now).total_seconds(), 3)
     log.info(
         "wake" if is_woken else "sandbox created",
@@ -338,10 +342,15 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
 def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     """Start the next incarnation of a cold sandbox with its stored state, after evicting another one if no egress slot is free.
 
+    In a database that has lost changes, the files of later incarnations and snapshots are kept first.
+
     Returns None if another process moved the row first. Raises CapacityExhausted if no slot can be freed, EngineDiskFull if
-    the engine's disk is full, and what start_reserved raises."""
+    the engine's disk is full, SandboxNotReady if files that the database does not record could not be kept, and what
+    start_reserved raises."""
     disk_space.require_engine_reserve(sandbox.provider, "wake a sandbox")
     clock = clock_from(now)
+    if installation_marks.has_lost_changes():
+        _keep_unrecorded(sandbox, now=clock())
     for _ in range(MAX_EVICTION_ATTEMPTS):
         slot = slots.choose_free_slot()
         if slot is None:
@@ -360,12 +369,22 @@ def wake(sandbox: Sandbox, *, now: datetime, actor: str = "") -> Sandbox | None:
     raise slots.build_exhausted_error()
 
 
+def _keep_unrecorded(sandbox: Sandbox, *, now: datetime) -> None:
+    sandbox = Sandbox.objects.select_related("pool", "host").get(pk=sandbox.pk)
+    try:
+        unrecorded.recover(sandbox, providers.get_provider(sandbox.provider), now=now)
+    except (ProviderError, StoreError, WorkspaceFull) as failed:
+        raise SandboxNotReady(
+            f"The database has lost changes, and files that it does not record could not be kept. Nothing was started: {failed}"
+        ) from failed
+
+
 def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandbox | None:
     """Move a cold sandbox to `warming` with this slot. Returns its row, or None if another process moved the row first."""
     sandbox = Sandbox.objects.select_related("pool", "policy").get(pk=pk)
     unchanged = Q(incarnation=sandbox.incarnation, holder=sandbox.holder)
     sandbox.incarnation += 1
-    sandbox.ref, sandbox.claim, sandbox.slot = sandbox.name, uuid.uuid4(), slot
+    sandbox.ref, sandbox.claim, sandbox.slot = build_name(sandbox.pk, sandbox.incarnation), uuid.uuid4(), slot
     sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
     sandbox.deadline_at, sandbox.last_used_at = now + settings.SANDBOX_START_TIMEOUT, now
     with transaction.atomic():  # the caller handles an IntegrityError

@@ -83,7 +83,7 @@ class GatewayAccess:
 class SandboxSpec:
     """Description of a sandbox to create. The limits are hard if the provider enforces limits."""
 
-    name: str  # never reused: derived from the row's id and incarnation; [a-z0-9-]{1,63}
+    name: str  # never reused; [a-z0-9-]{1,63}
     owner: str  # label by which `list` finds the sandboxes of one pool
     image: str = ""
     image_id: str = ""  # BuiltImage.id of an image that this provider has built, in place of `image`; needed by vendors alone

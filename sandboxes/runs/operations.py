@@ -14,7 +14,7 @@ import structlog
 from django.conf import settings
 from django.db import IntegrityError, transaction
 
-from sandboxes import eviction, lifecycle, process_restarts, suspension
+from sandboxes import eviction, installation_marks, lifecycle, process_restarts, suspension
 from sandboxes.claims import KILL_GRACE, hold
 from sandboxes.db import sql, tracing
 from sandboxes.db.clock import Clock, clock_from
@@ -43,7 +43,7 @@ from sandboxes.providers.errors import Missing, NoSuchFile, OutOfSpace, Provider
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.runs import failures, retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
-from sandboxes.state import data_sync
+from sandboxes.state import data_sync, unrecorded
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
@@ -81,8 +81,13 @@ class Operation:
     entered: bool = False  # the body of the `with` has begun
     executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
+    found: str = ""  # note of the first run after a wake before which unrecorded files were found
     recoveries: Sequence[Recovery] = ()  # by calls of the provider, so far
     digest_data: bool = False  # the digest of /data after the command saves a listing; never asked of a mounted /data
+
+    def describe_recovery(self) -> str:
+        """Return the note about a stop of the sandbox or files that were found at its wake, or ""."""
+        return " ".join(filter(None, [self.found, failures.describe_recovery(self.recoveries)]))
 
 
 def exec_in_sandbox(
@@ -172,7 +177,7 @@ def _record_success(
     def record() -> None:
         digest = opened.result.data_digest if opened.result else ""
         unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
-        recovered = failures.describe_recovery(opened.recoveries)
+        recovered = opened.describe_recovery()
         refused = failures.describe_unusable_directory(opened.run, opened.result)
         note = " ".join(filter(None, [recovered, refused, opened.note, unsaved]))
         close_run(
@@ -198,7 +203,7 @@ def _record_failure(opened: Operation, failed: Exception, guard: Guard, clock: C
 
     def record() -> Exception:
         error = _fail_operation(opened, failed, now=clock(), actor=actor)
-        if recovered := failures.describe_recovery(opened.recoveries):
+        if recovered := opened.describe_recovery():
             guard.note_recovery(recovered, now=clock())
         return error
 
@@ -217,7 +222,9 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         run = open_run(sandbox, command, now=clock(), actor=actor, guard=request.guard)
         if run:
             provider = registry.get_sandbox_provider(sandbox)
-            return Operation(run, sandbox, provider, RunClaim(run, clock, provider))
+            is_first_of_wake = run.is_first and starts.has_stored_state(sandbox)
+            found = unrecorded.describe_found(sandbox) if is_first_of_wake else ""
+            return Operation(run, sandbox, provider, RunClaim(run, clock, provider), found=found)
         known = None  # outdated: the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
 
@@ -256,6 +263,10 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
         note = f"Sandbox lost during the run: {failed}"
         opened.claim.store_output()
         close_run(opened.run, now=now, outcome=RunOutcome.LOST, note=note, code=failed.code, actor=actor)
+        if installation_marks.has_lost_changes():
+            if eviction.record_missing(opened.sandbox, str(failed), now=now, actor=actor) != "lost":
+                return SandboxNotReady("The sandbox is gone since the database lost changes. The next use starts it again.")
+            return SandboxLost(note)
         eviction.mark_lost(opened.sandbox, str(failed), now=now)
         if not eviction.is_lost(opened.sandbox):  # it was given up with this run, stored and stopped: nothing is lost
             return OutcomeUnknown(run_id=str(opened.run.pk))

@@ -208,11 +208,11 @@ def hydrate(snapshot: Snapshot, ref: str, provider: Provider, *, now: datetime) 
             continue
         if candidate.pk != snapshot.pk:
             detail = f"The newest copy is unreadable ({corrupt[0]}). Restored the copy of {candidate.at:%Y-%m-%d %H:%M:%S} UTC."
-            _record_event(candidate, DataEvent.Kind.OLDER, detail, now=now)
+            record_event(candidate, DataEvent.Kind.OLDER, detail, now=now)
         return source, candidate
     if all(error.absent for error in corrupt):
         detail = f"The state of {snapshot.at:%Y-%m-%d %H:%M:%S} UTC ({snapshot.size_bytes} bytes) is lost: {corrupt[0]}"
-        _record_event(snapshot, DataEvent.Kind.DROPPED, detail, now=now)
+        record_event(snapshot, DataEvent.Kind.DROPPED, detail, now=now)
         raise StateLost(str(corrupt[0]))
     raise StoreError(get_store().name, "hydrate", str(min(corrupt, key=lambda error: error.absent)))
 
@@ -264,12 +264,14 @@ def next_snapshot_time(holder: UUID, now: datetime) -> datetime:
 def forget_older(holder: UUID, *, now: datetime) -> int:
     """Forget all but the newest snapshots of a holder. Return the number forgotten.
 
-    Requested snapshots have a quota of their own (LEASEHOLD_KEEP_ASKED_SNAPSHOTS), so that
-    requested snapshots and those taken at sleep do not displace each other."""
+    Requested snapshots and found ones each have a quota of their own (LEASEHOLD_KEEP_ASKED_SNAPSHOTS), so that they and those
+    taken at sleep do not displace each other."""
     snapshots = list(find_by_holder(holder))
     requested = [snapshot for snapshot in snapshots if snapshot.kind == SnapshotKind.ASKED]
-    others = [snapshot for snapshot in snapshots if snapshot.kind != SnapshotKind.ASKED]
-    older = [*others[settings.KEEP_SNAPSHOTS :], *requested[settings.KEEP_ASKED_SNAPSHOTS :]]
+    found = [snapshot for snapshot in snapshots if snapshot.kind == SnapshotKind.FOUND]
+    others = [snapshot for snapshot in snapshots if snapshot.kind not in (SnapshotKind.ASKED, SnapshotKind.FOUND)]
+    limit = settings.KEEP_ASKED_SNAPSHOTS
+    older = [*others[settings.KEEP_SNAPSHOTS :], *requested[limit:], *found[limit:]]
     return sum(forget(old, now=now) for old in older if old != snapshots[0] and not _is_being_restored(old, now))
 
 
@@ -322,7 +324,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
         if digest_file(path) == digest:
             return path, "local"
         path.unlink(missing_ok=True)
-        _record_event(snapshot, DataEvent.Kind.CORRUPT, "The local copy does not match its digest.", now=now)
+        record_event(snapshot, DataEvent.Kind.CORRUPT, "The local copy does not match its digest.", now=now)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY_PREFIX)
@@ -340,7 +342,7 @@ def _fetch_verified(snapshot: Snapshot, part: str, *, now: datetime) -> tuple[Pa
         if not is_intact:
             detail = f"{snapshot.key}/{part} " + ("does not match its digest" if exists else "is missing in the store")
             if exists or missing_snapshots.note_missing(snapshot, now=now):
-                _record_event(snapshot, DataEvent.Kind.CORRUPT, detail, now=now)
+                record_event(snapshot, DataEvent.Kind.CORRUPT, detail, now=now)
             raise CorruptSnapshot(detail, absent=not exists)
         os.replace(temporary, path)
     finally:
@@ -368,7 +370,8 @@ def _remove_local_directory(snapshot: Snapshot) -> None:
         directory.parent.rmdir()
 
 
-def _record_event(snapshot: Snapshot, kind: DataEvent.Kind, detail: str, *, now: datetime) -> None:
+def record_event(snapshot: Snapshot, kind: DataEvent.Kind, detail: str, *, now: datetime) -> None:
+    """Record a DataEvent of a snapshot's holder, and log it as an error."""
     agents = Sandbox.objects.filter(holder=snapshot.holder).exclude(agent_did="").values_list("agent_did", flat=True)
     did = agents.first() or snapshot.sandbox.agent_did  # a fork's first snapshot belongs to the first agent's sandbox
     DataEvent.objects.create(holder=snapshot.holder, agent_did=did, at=now, kind=kind, detail=detail[:500])

@@ -7,7 +7,14 @@ from datetime import datetime
 
 import structlog
 
-from sandboxes.installation_marks import find_mismatch, get_installation, read_directory_mark, read_store_mark, write_marks
+from sandboxes.installation_marks import (
+    find_mismatch,
+    forget_change,
+    get_installation,
+    read_directory_mark,
+    read_store_mark,
+    write_marks,
+)
 from sandboxes.models import Installation
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import SweepResult
@@ -51,5 +58,6 @@ def confirm(*, now: datetime, actor: str) -> Installation:
     highest = max([row.generation, *(mark.generation for mark in marks)])
     Installation.objects.filter(pk=row.pk).update(generation=highest, mismatch="", confirmed_at=now, confirmed_by=actor[:255])
     write_marks(now=now)
+    forget_change()
     log.warning("installation confirmed", actor=actor, generation=highest + 1)
     return get_installation()

@@ -10,6 +10,7 @@ from django.db.models import Q
 
 from sandboxes import eviction, providers, suspension
 from sandboxes.egress import nginx
+from sandboxes.errors import WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
 from sandboxes.inventory.names import has_row
@@ -17,6 +18,8 @@ from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.providers.errors import Missing, ProviderError
+from sandboxes.state import unrecorded
+from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
@@ -27,7 +30,8 @@ def reconcile(*, now: datetime, grace: timedelta) -> SweepResult:
 
     - Listed, and named by a row of the same host: unchanged.
     - Listed, and named by no such row (earlier incarnations included): destroyed once older than `grace`. The row of a younger
-      sandbox may not be committed yet.
+      sandbox may not be committed yet. If a lease holds the row of its name, its files are kept as a snapshot of the lease
+      first; without them it is not destroyed.
     - Alive in its row, not listed, and missing when inspected by name: cold if nothing in it was unsaved, otherwise lost.
     - Listed as suspended, and not `suspended` in its row: resumed. Listed as running, and `suspended` in its row: frozen again.
     - A listing that fails, is empty or comes from another engine changes nothing. A provider that cannot list is skipped.
@@ -116,6 +120,14 @@ def _destroy_orphans(
 ) -> None:
     for orphan in _filter_orphans(pool, host_id, listed, now=now, grace=grace):
         if has_row(orphan.name, host_id):  # adopted since
+            continue
+        try:
+            if (row := unrecorded.find_row(orphan.name)) and unrecorded.store(
+                row, orphan, providers.get_provider(name), now=now
+            ):
+                result.note("unrecorded files kept")
+        except (ProviderError, StoreError, WorkspaceFull) as failed:
+            result.failures.append(f'pool "{pool}", {name}: {orphan.name} not destroyed, its files could not be kept: {failed}')
             continue
         log.warning("orphan destroyed", name=orphan.name, provider=name, created_at=orphan.created_at.isoformat())
         try:

@@ -76,7 +76,7 @@ def test_operator_destroys_after_typing_the_name_and_adopts_with_a_reason(
     assert list_messages(adopted) == [f"{orphan} is adopted, in quarantine. Its files are a snapshot of the lease."]
     row = Sandbox.objects.get(quarantined_at__isnull=False)
     assert LogEntry.objects.get().object_id == str(row.pk)
-    Sandbox.objects.filter(pk=row.pk).update(incarnation=2)
+    Sandbox.objects.filter(pk=row.pk).update(incarnation=2, ref="moved")
     destroyed = operator.post(act_url("destroy", orphan), form | {"confirmed_name": orphan})
     assert list_messages(destroyed)[-1:] == [f"{orphan} is destroyed."]
     assert LogEntry.objects.first().get_change_message() == f"Destroy without an owner: {orphan}: it was agreed"  # type: ignore[union-attr]

@@ -48,7 +48,7 @@ def test_sandboxes_are_listed_shown_destroyed_and_adopted(orphan: str, grant: An
         call("sandboxes", "destroy", *act)
     with memory.fail("list", Unavailable("out of order")), pytest.raises(CommandError, match="not complete"):
         call("sandboxes", "list")
-    Sandbox.objects.filter(pk=row.pk).update(incarnation=2)
+    Sandbox.objects.filter(pk=row.pk).update(incarnation=2, ref="moved")
     assert call("sandboxes", "destroy", *act).strip() == f"{orphan}: destroyed"
     assert call("sandboxes", "destroy", *act).strip() == f"{orphan}: not listed any more"
     for arguments, text in (

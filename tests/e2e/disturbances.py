@@ -126,9 +126,8 @@ class Disturbances:
         return bool(self.host.call("GET", f"/leases/{player.lease['id']}")["status"] == "active")
 
     def _find_container(self, player: Player) -> str:
-        query = f"SELECT id, incarnation FROM sandboxes_sandbox WHERE agent_did = '{player.did}' AND {HELD}"
-        [(pk, incarnation)] = self.fleet.select(query)
-        return f"leasehold-{str(pk).replace('-', '')}-{incarnation}"
+        [(ref,)] = self.fleet.select(f"SELECT ref FROM sandboxes_sandbox WHERE agent_did = '{player.did}' AND {HELD}")
+        return str(ref)
 
     def _find_waiting_container(self, players: Sequence[Player]) -> str:
         waits = ["test", "-e", "/workspace/waits"]

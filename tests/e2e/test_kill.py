@@ -87,8 +87,7 @@ class Fleet(Home):
 
     def find_expected_containers(self) -> dict[str, str]:
         """State of each sandbox that must have a container, by container name."""
-        rows = self.select("SELECT id, incarnation, state FROM sandboxes_sandbox WHERE state NOT IN ('cold', 'destroyed')")
-        return {f"leasehold-{uuid.UUID(str(pk)).hex}-{incarnation}": state for pk, incarnation, state in rows}
+        return dict(self.select("SELECT ref, state FROM sandboxes_sandbox WHERE state NOT IN ('cold', 'destroyed')"))
 
     def list_containers(self) -> dict[str, bool]:
         """Running state of each container of the default pool, by name."""

@@ -174,8 +174,7 @@ class Killer:
     def find_agents(self) -> dict[int, int]:
         """Return the numbers of the clients by the pid of process 1 of their sandbox."""
         found = {}
-        for pk, incarnation, did in self.fleet.select("SELECT id, incarnation, agent_did FROM sandboxes_sandbox"):
-            name = f"leasehold-{uuid.UUID(str(pk)).hex}-{incarnation}"
+        for name, did in self.fleet.select("SELECT ref, agent_did FROM sandboxes_sandbox"):
             shown = subprocess.run(["docker", "inspect", "-f", "{{.State.Pid}}", name], capture_output=True, text=True).stdout
             if pid := int(shown.strip() or 0):
                 found[pid] = int(did[-1])

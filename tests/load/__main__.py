@@ -2,8 +2,10 @@
 
 Agents work through the HTTP API while processes of the web server, the worker and the egress proxy, the Docker daemon and
 the database are killed by SIGKILL, one at each interval; or the container of a sandbox, preferably of one in which a command
-runs, is killed, stopped, restarted or removed. Afterwards the command checks that no acknowledged write is lost, no
-command was executed twice, nothing is leaked and no row is stuck. Exit code 1 if a check fails."""
+runs, is killed, stopped, restarted or removed. In between the clock of the control plane jumps by an hour or a day and back,
+the database refuses writes, is locked or restarted, and the daemon is restarted. All the time one receiver of webhooks
+accepts and never answers. Afterwards the command checks that no acknowledged write is lost, no command was executed twice,
+nothing is leaked, no row is stuck, and the other receiver has all events. Exit code 1 if a check fails."""
 
 import argparse
 import os
@@ -12,7 +14,9 @@ import sys
 
 import django
 
-VICTIMS = ("database", "egress", "engine", "sandbox", "web", "worker")
+KILLED = ("database", "egress", "engine", "sandbox", "web", "worker")
+WEATHER = ("clock", "daemon", "locks", "read-only", "restart")
+VICTIMS = (*KILLED, *WEATHER)
 
 
 def main() -> int:

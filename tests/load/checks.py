@@ -1,14 +1,17 @@
 """Checks of the rows and of the engine after the load: leaks, stuck rows, counters, leases, billed time."""
 
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from decimal import Decimal
 
 from docker import APIClient
 
 from tests.load.system import System
+from tests.support.servers.receiver import WebhookReceiver
+from tests.support.waiting import wait_until
 
 QUIET_SECONDS = 600.0
+DELIVERY_SECONDS = 60.0
 BILLED_STATES = ("warm", "running", "waiting")
 SETTLED_REASONS = ("released", "budget")  # end reasons that the agents cause
 # A join that was answered with an error ends its lease as `failed`, before any command. Other ends need one of SETTLED_REASONS.
@@ -84,3 +87,16 @@ def read_billed_seconds(system: System) -> float:
     total = "coalesce(extract(epoch FROM sum(ended_at - began_at)), 0)"
     [(seconds,)] = system.select(f"SELECT {total} FROM billing_usagerecord WHERE item = 'time' AND state IN {BILLED_STATES}")
     return float(seconds)
+
+
+def find_delivery_faults(system: System, silent: WebhookReceiver, healthy: WebhookReceiver) -> dict[str, list[str]]:
+    """Return the events that the healthy receiver has not got beside the silent one. Late ones are waited for."""
+
+    def list_lacking() -> list[str]:
+        got = {request.headers["webhook-id"] for request in healthy.received}
+        sent = {str(event_id) for (event_id,) in system.select("SELECT id FROM sandboxes_event")}
+        return sorted(sent - got)
+
+    with suppress(AssertionError):
+        wait_until(lambda: not list_lacking(), "all events are delivered", within=DELIVERY_SECONDS, every=1.0)
+    return {"events not delivered": list_lacking(), "silent receiver not tried": [] if silent.received else ["never"]}

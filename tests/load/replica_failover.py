@@ -86,7 +86,7 @@ def run_replicas(directory: Path) -> Iterator[Replicas]:
     from tests.commands.manage import build_environment, get_runtime_dir, run_manage
     from tests.emulators.kubernetes.emulator import GATEWAY
     from tests.emulators.registry import serve_kubernetes
-    from tests.load.system import Postgres
+    from tests.load.postgres import Postgres
     from tests.support import remote_agent
     from tests.support.cluster import Cluster
     from tests.support.servers.engines import SANDBOX_IMAGE

@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.load import checks
+from tests.load import checks, weather
 from tests.load.agents import Agent
 from tests.load.client import AttemptLog, Client
 from tests.load.kills import Killer, summarize_kills
 from tests.load.ledger import Findings
 from tests.load.observer import Observer
 from tests.load.system import System, run_system
+from tests.support.servers.receiver import WebhookReceiver
 
 BUDGET_SHARE = 0.2  # of the run's time, as the budget in hours of the first agent
 RAISED_BUDGET_HOURS = 1000
 MAX_LISTED_FAULTS = 10
+EVENT = "lease.ended"  # to which the receivers of webhooks subscribe
 BILLED_TOLERANCE = 1.05  # billed time to the time in which containers existed, listed once a second
 
 
@@ -55,8 +57,10 @@ def run_load(plan: Plan) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     print(f"seed {plan.seed}, {plan.agents} agents, {plan.minutes:g} minutes, a kill every {plan.kill_every:g} s, {directory}")
     try:
-        with run_system(directory, live_restore=plan.live_restore) as system:
-            return _drive(system, plan, interrupted)
+        with run_system(directory, live_restore=plan.live_restore) as system, weather.run_receivers() as receivers:
+            for receiver in receivers:
+                system.manage("webhooks", "add", receiver.url, "--internal", "--kind", EVENT)
+            return _drive(system, plan, interrupted, receivers)
     finally:
         if plan.keep:
             print(f"logs: {directory}")
@@ -64,7 +68,7 @@ def run_load(plan: Plan) -> int:
             shutil.rmtree(directory)
 
 
-def _drive(system: System, plan: Plan, interrupted: threading.Event) -> int:
+def _drive(system: System, plan: Plan, interrupted: threading.Event, receivers: tuple[WebhookReceiver, WebhookReceiver]) -> int:
     findings, log, stop = Findings(), AttemptLog(), threading.Event()
     agents = _create_agents(system, plan, findings, log, stop)
     hours = f"{plan.minutes / 60 * BUDGET_SHARE:.4f}"
@@ -90,6 +94,7 @@ def _drive(system: System, plan: Plan, interrupted: threading.Event) -> int:
     billed = checks.read_billed_seconds(system)
     is_too_much = billed > observer.existing_seconds * BILLED_TOLERANCE
     faults["time billed without a container"] = [f"{billed:.0f} s"] if is_too_much else []
+    faults |= checks.find_delivery_faults(system, *receivers)
     faults["supervisor died"] = ["manage.py up ended"] * killer.supervisor_deaths
     _print_figures(system, findings, log, killer, observer, duration, quiet_after)
     return _print_faults(faults)

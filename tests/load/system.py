@@ -22,9 +22,11 @@ from docker.errors import APIError
 from sandboxes.providers.docker.volumes import NAME_LABEL
 from tests.commands.manage import MANAGE, get_runtime_dir, run_manage
 from tests.e2e.conftest import HEALTHY, Home
+from tests.load.clock import ShiftedClock
+from tests.load.postgres import Postgres
+from tests.load.weather import Weather
 from tests.support.servers.engines import SANDBOX_IMAGE, PrivateEngine, private_engine
 from tests.support.servers.ports import find_free_ports
-from tests.support.waiting import wait_until
 
 PLACES = 6  # of the pool: fewer than agents, so that sandboxes are evicted for each other
 DOWNTIME_SECONDS = (0.0, 3.0)  # of the engine and the database after a kill
@@ -34,49 +36,10 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class Postgres:
-    """PostgreSQL cluster in a directory."""
-
-    def __init__(self, directory: Path, *, max_connections: int = 200) -> None:
-        self.directory, self.max_connections = directory, max_connections
-        [self.port] = find_free_ports()
-        self.url = f"postgres://leasehold@127.0.0.1:{self.port}/postgres"
-        self.programs = max(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])).parent
-
-    def create(self) -> None:
-        self.directory.mkdir()
-        if os.geteuid() == 0:
-            shutil.chown(self.directory, "postgres")
-        self._run("initdb", "-D", str(self.directory / "data"), "-A", "trust", "-U", "leasehold")
-        self.start()
-
-    def start(self) -> None:
-        """Start the server. After a kill, wait until the processes of the killed server have ended."""
-        options = f"-p {self.port} -k {self.directory} -c listen_addresses=127.0.0.1 -c max_connections={self.max_connections}"
-        arguments = ["-D", str(self.directory / "data"), "-l", str(self.directory / "log"), "-w", "-o", options, "start"]
-        wait_until(lambda: self._run("pg_ctl", *arguments, check=False) == 0, "PostgreSQL starts", within=60, every=0.2)
-
-    def kill(self, is_immediate_stop: bool) -> None:
-        """Kill the server by SIGKILL, or stop it without a checkpoint. Both recover from the log at the next start."""
-        if is_immediate_stop:
-            self.stop()
-            return
-        pid = int((self.directory / "data/postmaster.pid").read_text().split()[0])
-        os.kill(pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        self._run("pg_ctl", "-D", str(self.directory / "data"), "-m", "immediate", "-w", "stop", check=False)
-
-    def _run(self, program: str, *arguments: str, check: bool = True) -> int:
-        owner = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-        command = [*owner, str(self.programs / program), *arguments]
-        return subprocess.run(command, check=check, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
-
-
 class System:
     """The running parts, their victims and their rows."""
 
-    def __init__(self, postgres: Postgres, engine: PrivateEngine, home: Home) -> None:
+    def __init__(self, postgres: Postgres, engine: PrivateEngine, home: Home, weather: Weather) -> None:
         self.postgres, self.engine, self.home = postgres, engine, home
         self.victims: dict[str, Callable[[random.Random], str]] = {
             "web": lambda random: self._kill_processes("web", random),
@@ -85,6 +48,7 @@ class System:
             "engine": self._kill_engine,
             "database": self._kill_database,
             "sandbox": self._stop_sandbox,
+            **weather.victims,
         }
 
     def manage(self, *arguments: str) -> str:
@@ -161,9 +125,10 @@ def run_system(directory: Path, *, live_restore: bool) -> Iterator[System]:
     try:
         postgres.create()
         with private_engine(directory / "engine", live_restore=live_restore) as engine, run_upstream() as upstream:
+            clock = ShiftedClock(directory)
             env = {"DATABASE_URL": postgres.url, "DOCKER_HOST": engine.url, "LEASEHOLD_LLM_URL": upstream, **SETTINGS}
-            home = Home(directory, LEASEHOLD_SANDBOX_IMAGE=SANDBOX_IMAGE, **env)
-            system = System(postgres, engine, home)
+            home = Home(directory, LEASEHOLD_SANDBOX_IMAGE=SANDBOX_IMAGE, **env, **clock.env)
+            system = System(postgres, engine, home, Weather(postgres, engine, clock))
             try:
                 system.manage("migrate", "--verbosity", "0")
                 home.up()
@@ -171,7 +136,7 @@ def run_system(directory: Path, *, live_restore: bool) -> Iterator[System]:
             finally:
                 stop_home(home)
     finally:
-        postgres.stop()
+        postgres.stop("immediate")
 
 
 @contextmanager

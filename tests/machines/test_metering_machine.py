@@ -157,9 +157,14 @@ class MeteredMachine(PoolMachine):
         self.check_every_hour_is_complete()
         self.check_derivation_is_repeatable()
 
+    def find_names(self, sandbox: Sandbox) -> set[str]:
+        """Return the names of all incarnations of a row that have existed."""
+        names = {*self.observed, *self.observed.ranges, *self.observed.used, *self.observed.vanished}
+        return {name for name in names if name.startswith(f"leasehold-{sandbox.pk.hex}-")}
+
     def check_cpu_is_metered_once(self) -> None:
         for sandbox in Sandbox.objects.filter(pool=self.pool):
-            names = [f"leasehold-{sandbox.pk.hex}-{number}" for number in range(1, sandbox.incarnation + 1)]
+            names = self.find_names(sandbox)
             counted = sum(
                 self.observed[name].used.cpu_micros if name in self.observed else self.observed.used.get(name, 0)
                 for name in names
@@ -173,7 +178,7 @@ class MeteredMachine(PoolMachine):
         for name, since in self.observed.since.items():
             self.observed.ranges[name].append((since, self.clock()))
         for sandbox in Sandbox.objects.filter(pool=self.pool):
-            names = [f"leasehold-{sandbox.pk.hex}-{number}" for number in range(1, sandbox.incarnation + 1)]
+            names = self.find_names(sandbox)
             if self.observed.vanished & {*names}:
                 continue  # the end is unknown until a sweep notices the loss
             existing = [time_range for name in names for time_range in self.observed.ranges[name]]

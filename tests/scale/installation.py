@@ -14,7 +14,8 @@ import psycopg
 from tests.bench.measure import list_process_tree
 from tests.commands.manage import MANAGE, build_environment
 from tests.e2e.conftest import Home
-from tests.load.system import Postgres, stop_home
+from tests.load.postgres import Postgres
+from tests.load.system import stop_home
 from tests.scale.plan import Plan
 
 CONNECTIONS_PER_HOST = 40  # at most: 7/4 x 8 threads of the web server, the queue, the egress server, and room
@@ -77,7 +78,7 @@ def run_installation(plan: Plan, directory: Path) -> Iterator[Installation]:
     finally:
         for home in homes:
             stop_home(home)
-        postgres.stop()
+        postgres.stop("immediate")
 
 
 def _build_home(path: Path, postgres: Postgres, plan: Plan) -> HostHome:

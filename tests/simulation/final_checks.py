@@ -145,7 +145,7 @@ def check_usage(world: "World") -> None:
     for record in UsageRecord.objects.filter(item=UsageKind.TIME).order_by("began_at", "ended_at"):
         records.setdefault(record.sandbox_id, []).append(record)
     for sandbox in Sandbox.objects.all():
-        names = [f"leasehold-{sandbox.pk.hex}-{number}" for number in range(1, sandbox.incarnation + 1)]
+        names = [name for name in {*existing, *vanished} if name.startswith(f"leasehold-{sandbox.pk.hex}-")]
         rows = records.get(sandbox.pk, [])
         metered = [(row.began_at, row.ended_at) for row in rows]
         hours = list_hours(metered)

@@ -68,6 +68,6 @@ def test_only_what_has_no_owner_is_destroyed_or_adopted_and_only_by_an_operator(
     adopted = operator.post(f"inventory/memory/{orphan}/adopt", {**WHY, "lease_id": lease["id"]}).json()
     snapshots = ada.get(f"leases/{lease['id']}/snapshots").json()["results"]
     assert [each["id"] for each in snapshots] == [adopted["snapshot_id"]]
-    Sandbox.objects.filter(pk=adopted["sandbox"]).update(incarnation=2)
+    Sandbox.objects.filter(pk=adopted["sandbox"]).update(incarnation=2, ref="moved")
     assert operator.post(f"inventory/memory/{orphan}/destroy", WHY).json() == {"destroyed": True}
     assert operator.post(f"inventory/memory/{orphan}/destroy", WHY).json() == {"destroyed": False}

@@ -1,7 +1,8 @@
 """A bystander's release alone, beside other releases, and beside sandboxes that resist their end, in turn.
 
 In each sandbox that resists, a process stops the processes that read its files (tests/support/hostile.py). In the others it
-sleeps. Each belongs to an agent of its own. All of them are released, then the bystander's lease, whose release is timed."""
+sleeps. Each belongs to an agent of its own, or all to one. All are released, then the bystander's lease, whose release is
+timed. The destroys of one agent leave room for others; those of eight agents and the bystander's share two cores."""
 
 import os
 import time
@@ -27,50 +28,52 @@ def main() -> None:
     with run_control_plane(with_worker=True) as (_, port):
         key, execute = bench_leases.create_key(BYSTANDER, *OTHERS), open_driver()
         api, run = ApiClient(port, key), uuid.uuid4().hex[:8]
-        leases: dict[str, str] = {}
+        leases: list[str] = []  # the bystander's, then those of the others
         began: list[float] = []
         ordinary_ends: list[float] = []  # seconds from the first release of the others until all of them are gone
         hostile_ends: list[float] = []
 
         def start_bystander(number: int) -> None:
-            leases.clear()
-            leases[BYSTANDER] = bench_leases.join(api, f"{run}-{number}", BYSTANDER)
-            api.post(f"/leases/{leases[BYSTANDER]}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
+            leases[:] = [bench_leases.join(api, f"{run}-{number}", BYSTANDER)]
+            api.post(f"/leases/{leases[0]}/exec", {"argv": ["sh", "-c", "echo kept >f"]})
 
-        def release_others(number: int, program: list[str]) -> None:
+        def release_others(number: int, program: list[str], agents: list[str]) -> None:
             """Start the bystander's sandbox and the others, with this program in each of the others. Release the others."""
             start_bystander(number)
-            environments = {f"{run}-{number}-{at}": agent for at, agent in enumerate(OTHERS)}
-            leases.update(zip(OTHERS, bench_leases.join_many(port, key, environments), strict=True))
+            environments = {f"{run}-{number}-{at}": agent for at, agent in enumerate(agents)}
+            leases.extend(bench_leases.join_many(port, key, environments))
             process = {"argv": program, "wait_for": "stopping", "wait_seconds": 30}
-            for agent in OTHERS:
-                assert api.post(f"/leases/{leases[agent]}/processes", process)["found"]
+            for lease in leases[1:]:
+                assert api.post(f"/leases/{lease}/processes", process)["found"]
             began.append(time.perf_counter())
-            for agent in OTHERS:
-                api.post(f"/leases/{leases[agent]}/release")
+            for lease in leases[1:]:
+                api.post(f"/leases/{lease}/release")
 
-        def is_gone(agent: str) -> bool:
-            return bench_leases.is_gone(execute, leases[agent])
+        def is_gone(lease: str) -> bool:
+            return bench_leases.is_gone(execute, lease)
 
         def release_bystander(number: int) -> None:
-            api.post(f"/leases/{leases[BYSTANDER]}/release")
-            wait_until(lambda: is_gone(BYSTANDER), "the bystander's sandbox is destroyed", within=MAX_SECONDS, every=0.01)
+            api.post(f"/leases/{leases[0]}/release")
+            wait_until(lambda: is_gone(leases[0]), "the bystander's sandbox is destroyed", within=MAX_SECONDS, every=0.01)
 
         def wait_for_others(ends: list[float]) -> None:
-            wait_until(lambda: all(map(is_gone, OTHERS)), "all sandboxes are destroyed", within=MAX_SECONDS, every=0.05)
+            wait_until(lambda: all(map(is_gone, leases[1:])), "all sandboxes are destroyed", within=MAX_SECONDS, every=0.05)
             ends.append(time.perf_counter() - began[-1])
 
-        def build_case(name: str, program: list[str], ends: list[float]) -> BenchCase:
+        def build_case(name: str, program: list[str], ends: list[float], agents: list[str] = OTHERS) -> BenchCase:
             return BenchCase(
                 f"the same, beside {COUNT} that {name}", release_bystander,
-                before=lambda number: release_others(number, program), after=lambda number: wait_for_others(ends),
+                before=lambda number: release_others(number, program, agents), after=lambda number: wait_for_others(ends),
             )  # fmt: skip
 
+        resisting = ["python3", "-c", STOPPER, "0"]
         quiet = BenchCase("release until destroyed, alone", release_bystander, before=start_bystander)
         beside = build_case("do not resist", ["sh", "-c", "echo stopping; exec sleep 999"], ordinary_ends)
-        beside_hostile = build_case("resist", ["python3", "-c", STOPPER, "0"], hostile_ends)
+        beside_one = build_case("resist, of one agent", resisting, hostile_ends, OTHERS[:1] * COUNT)
+        beside_one.aim = Aim(f"release beside {COUNT} of one agent that resist : alone", p50_ratio=2)
+        beside_hostile = build_case("resist", resisting, hostile_ends)
         beside_hostile.aim = Aim(f"release beside {COUNT} sandboxes that resist : alone", p50_ratio=2)
-        cases = [quiet, beside, beside_hostile]
+        cases = [quiet, beside, beside_one, beside_hostile]
         interleave(cases, rounds=ROUNDS, warmup=1)
         print_report("a bystander's release until its sandbox is destroyed", cases, raw=quiet)
         print(

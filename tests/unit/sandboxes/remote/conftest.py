@@ -12,7 +12,8 @@ from django.conf import settings as live_settings
 
 from leases import sweeps
 from sandboxes import providers
-from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, names
+from sandboxes.models.names import build_name
 from sandboxes.providers import load_class
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.command_results import ExecResult
@@ -115,6 +116,12 @@ def move_pool(settings: Any, pool: Pool, emulators: GetEmulator) -> Iterator[Cal
     providers._create_provider.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let build_name give the same name again, so that a test can ask a vendor for the sandboxes of all incarnations."""
+    monkeypatch.setattr(names, "token_hex", lambda size: "0" * 2 * size)
+
+
 @dataclass
 class Account:
     """A pool at a vendor, and the vendor's emulator."""
@@ -131,8 +138,8 @@ class Account:
     def find_existing(self) -> set[str]:
         """Return the names of the pool's sandboxes that the vendor has, of all incarnations."""
         rows = Sandbox.objects.filter(pool=self.pool)
-        names = {f"leasehold-{sandbox.pk.hex}-{number}" for sandbox in rows for number in range(1, sandbox.incarnation + 1)}
-        return {name for name in names if self.emulator.find_machines(name)}
+        issued = {build_name(sandbox.pk, number) for sandbox in rows for number in range(1, sandbox.incarnation + 1)}
+        return {name for name in issued if self.emulator.find_machines(name)}
 
     def assert_converged(self) -> None:
         rows = Sandbox.objects.filter(pool=self.pool)

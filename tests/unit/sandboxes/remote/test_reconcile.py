@@ -10,6 +10,7 @@ from leases import execution, leasing, sweeps
 from leases.models import Lease
 from sandboxes.errors import SandboxNotReady
 from sandboxes.models import Pool, Sandbox
+from sandboxes.models.names import build_name
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
@@ -27,8 +28,8 @@ def run(lease: Lease, *argv: str) -> bytes:
 
 
 def count_running(emulator: Emulator, pool: Pool) -> int:
-    names = {f"leasehold-{pk.hex}" for pk in Sandbox.objects.filter(pool=pool).values_list("pk", flat=True)}
-    return sum(len(emulator.find_machines(f"{name}-{number}")) for name in names for number in range(1, 4))
+    pks = Sandbox.objects.filter(pool=pool).values_list("pk", flat=True)
+    return sum(len(emulator.find_machines(build_name(pk, number))) for pk in pks for number in range(1, 4))
 
 
 def test_create_whose_outcome_stays_unknown_leaves_one_sandbox_after_the_sweeps(
@@ -54,7 +55,7 @@ def test_sandbox_that_no_row_names_is_destroyed_after_the_grace_period_and_never
     pool, emulator = move_pool(kind), emulators(kind)
     lease = grant()
     run(lease, "true")
-    Sandbox.objects.filter(holder=lease.pk).update(incarnation=2)  # the row names another one
+    Sandbox.objects.filter(holder=lease.pk).update(incarnation=2, ref="other")  # the row names another one
     emulator.is_listing_late = True
     assert sweeps.reconcile(now=LATER, grace=MINUTE).failures
     assert count_running(emulator, pool) == 1

@@ -1,0 +1,166 @@
+"""Files that a database does not know any more, since it was restored or a standby without the last changes took over.
+
+Its rows are those of an earlier time: a sandbox of a later incarnation may run, and a later snapshot may be stored. Both
+become snapshots of the lease that no wake reads by itself, because the state that the database records is the one that fits
+its runs, turns and costs. The agent or an operator may restore them."""
+
+import copy
+import re
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from uuid import UUID
+
+from django.conf import settings
+from django.db import transaction
+
+from sandboxes.claims import track_transfer
+from sandboxes.db.clock import clock_from
+from sandboxes.lifecycle import checkpoint
+from sandboxes.models import Sandbox, SandboxState
+from sandboxes.models.names import parse_name
+from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind
+from sandboxes.providers.base import Provider, ProviderSandbox
+from sandboxes.providers.errors import Missing
+from sandboxes.state import uploads, workspace
+from sandboxes.state.exact_tars import read_omissions
+from sandboxes.state.local_copies import digest_file
+from sandboxes.storage import get_store
+from sandboxes.storage.base import StoreError
+
+STORED_NAME = "found in the store:"
+_KEY_PATTERN = re.compile(r"(?P<key>snapshots/[0-9a-f-]{36}/(?P<time>[0-9TZ]+)-(?P<pk>[0-9a-f]{32}))/workspace")
+
+
+def find_row(name: str) -> Sandbox | None:
+    """Return the row of a sandbox at an engine whose incarnation the row does not record, if a lease has held the row.
+
+    Of a destroyed sandbox only a later incarnation counts: the lease has ended with the state of the recorded one."""
+    parts = parse_name(name)
+    row = Sandbox.objects.select_related("pool", "host").filter(pk=parts.pk, holder__isnull=False).first() if parts else None
+    if parts is None or row is None or row.ref == name:
+        return None
+    if row.state == SandboxState.DESTROYED and parts.incarnation < row.incarnation:
+        return None
+    return row
+
+
+def recover(sandbox: Sandbox, provider: Provider, *, now: datetime) -> list[Snapshot]:
+    """Make snapshots of all files of a cold sandbox's lease that its row does not record. Idempotent.
+
+    1. The sandboxes of other incarnations of the row, as far as this engine can list them.
+    2. The snapshots in the store that have no row.
+
+    Raise ProviderError, StoreError or WorkspaceFull if something was found and could not be kept."""
+    assert sandbox.holder is not None
+    clock, found = clock_from(now), list[Snapshot]()
+    for listed in provider.list(str(sandbox.pool.owner)) if provider.can_list else ():
+        parts = parse_name(listed.name)
+        if (
+            parts
+            and parts.pk == sandbox.pk
+            and listed.name != sandbox.ref
+            and (snapshot := store(sandbox, listed, provider, now=clock()))
+        ):
+            found.append(snapshot)
+    return [*found, *_recover_stored(sandbox, now=clock())]
+
+
+def replace_missing(sandbox: Sandbox, provider: Provider, *, now: datetime) -> bool:
+    """Make the latest found files those of the next wake, after the sandbox that the row records has gone.
+
+    Return whether any were found. A running sandbox is later than the snapshots in the store. Raise the errors of `recover`."""
+    assert sandbox.holder
+    found = recover(sandbox, provider, now=now)
+    if not found:
+        return False
+    latest = max(found, key=lambda each: (not each.name.startswith(STORED_NAME), each.incarnation, each.key))
+    with transaction.atomic():
+        latest.at = workspace.next_snapshot_time(sandbox.holder, now)
+        Snapshot.objects.filter(pk=latest.pk).update(at=latest.at)
+        detail = f"The next wake starts from the snapshot {latest.pk}: the sandbox that the database records is gone."
+        workspace.record_event(latest, DataEvent.Kind.FOUND, detail, now=now)
+    return True
+
+
+def store(row: Sandbox, listed: ProviderSandbox, provider: Provider, *, now: datetime) -> Snapshot | None:
+    """Store /workspace of a sandbox that its row does not record, as a snapshot of the row's holder. Idempotent.
+
+    Return None if the engine has no files of it. Raise ProviderError, StoreError or WorkspaceFull."""
+    parts = parse_name(listed.name)
+    assert parts
+    assert row.holder
+    name = f"found in {listed.name}"[:100]
+    if stored := workspace.find_by_holder(row.holder).filter(name=name).first():
+        return stored
+    sandbox = copy.copy(row)
+    sandbox.ref, sandbox.incarnation = listed.ref, parts.incarnation
+    try:
+        if listed.suspended:
+            provider.resume(listed.ref)
+        with workspace.persist(sandbox, provider, kind=SnapshotKind.FOUND, name=name, now=now) as snapshot:
+            checkpoint("found files stored", snapshot)
+            with transaction.atomic(durable=True):
+                _insert(
+                    snapshot, f"Incarnation {parts.incarnation}, which the database does not record,", now=now, is_claimed=True
+                )
+    except Missing:
+        return None
+    return snapshot
+
+
+def describe_found(sandbox: Sandbox) -> str:
+    """Return the note of the first run after a wake before which files were found, or ""."""
+    assert sandbox.holder
+    events = DataEvent.objects.filter(holder=sandbox.holder, kind=DataEvent.Kind.FOUND).order_by("-at", "-pk")
+    recorded = Snapshot.objects.filter(holder=sandbox.holder).exclude(kind=SnapshotKind.FOUND)
+    if slept_at := recorded.order_by("-at").values_list("at", flat=True).first():
+        events = events.filter(at__gt=slept_at)
+    found = events.first()
+    return f"The database has lost its last changes, and this workspace with them. {found.detail}" if found else ""
+
+
+def _recover_stored(sandbox: Sandbox, *, now: datetime) -> list[Snapshot]:
+    """Insert rows for the holder's snapshots in the store that have none, and are not being stored."""
+    keys = [
+        match["key"]
+        for each in get_store().entries(f"snapshots/{sandbox.holder}/")
+        if (match := _KEY_PATTERN.fullmatch(each.key))
+    ]
+    known = {*Snapshot.objects.filter(key__in=keys).values_list("key", flat=True)}
+    claimed = {key.removesuffix("/workspace") for key in uploads.find_claimed([f"{key}/workspace" for key in keys])}
+    return [_insert_stored(sandbox, key, now=now) for key in keys if key not in known | claimed]
+
+
+def _insert_stored(sandbox: Sandbox, key: str, *, now: datetime) -> Snapshot:
+    assert sandbox.holder
+    match = _KEY_PATTERN.fullmatch(f"{key}/workspace")
+    assert match
+    snapshot = Snapshot(
+        pk=UUID(match["pk"]), sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=SnapshotKind.FOUND,
+        name=f"{STORED_NAME} {match['time']}", at=workspace.next_snapshot_time(sandbox.holder, now), key=key, local=False,
+        host_id=sandbox.host_id,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=settings.STATE_DIR) as directory:
+        path = Path(directory) / "workspace"
+        with path.open("wb") as target:
+            if not get_store().download(f"{key}/workspace", track_transfer(target)):
+                raise StoreError(get_store().name, "recover", "is listed, and is not there", key=f"{key}/workspace")
+        snapshot.size_bytes, snapshot.digests = path.stat().st_size, {"workspace": digest_file(path)}
+        with path.open("rb") as source:
+            snapshot.omitted = read_omissions(source)
+    with transaction.atomic(durable=True):
+        _insert(snapshot, "A snapshot that the database does not record", now=now)
+    return snapshot
+
+
+def _insert(snapshot: Snapshot, subject: str, *, now: datetime, is_claimed: bool = False) -> None:
+    """Insert the row as older than the holder's newest snapshot, and the event. Call in a transaction."""
+    if newest := workspace.find_latest(snapshot.holder):
+        snapshot.at = newest.at - workspace.MIN_SNAPSHOT_INTERVAL
+    if is_claimed:
+        workspace.insert(snapshot)
+    else:
+        snapshot.save(force_insert=True)
+    detail = f"{subject} was kept as the snapshot {snapshot.pk}. Restore it if its files are the ones to go on with."
+    workspace.record_event(snapshot, DataEvent.Kind.FOUND, detail, now=now)

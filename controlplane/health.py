@@ -25,7 +25,7 @@ from django_q.models import OrmQ
 from billing import budgets
 from controlplane import schedules
 from sandboxes import installation_marks, long_calls, pool_stats, providers
-from sandboxes.db import database_time
+from sandboxes.db import database_time, pooler
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import MIGRATIONS_MISSING, find_unapplied_migrations
 from sandboxes.failures import needs_operator
@@ -100,6 +100,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if not has_queue:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
+    if pooler.PROBE.is_undeclared():
+        missing.append(pooler.UNDECLARED)
     disk = disk_space.measure_free_space()
     warnings = [
         *_iter_warnings(pools, total, unsaved, drift, egress), *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),

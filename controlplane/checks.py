@@ -16,6 +16,7 @@ from django.urls import get_resolver
 from controlplane import env
 from controlplane.public_address import get_host
 from sandboxes import providers
+from sandboxes.db import pooler
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
 from sandboxes.providers.engine_reports import SetupProblem
@@ -50,6 +51,15 @@ def check_queue_retry(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
     if queue["retry"] > longest:
         return []
     return [Error(f"Q_CLUSTER: retry must be above {longest}, or tasks run twice.", id="leasehold.E001")]
+
+
+@register(CONFIGURATION)
+def check_database_pooler(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Refuse a pooler in transaction mode that is not declared: it gives one client's prepared statements to another."""
+    if not pooler.is_undeclared():
+        return []
+    hint = "Set LEASEHOLD_DATABASE_POOLER=transaction, or pool_mode=session in the pooler."
+    return [Error(pooler.UNDECLARED, hint=hint, id="leasehold.E017")]
 
 
 @register(CONFIGURATION)

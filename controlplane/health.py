@@ -26,7 +26,7 @@ from django_q.models import OrmQ
 from billing import budgets
 from controlplane import schedules
 from sandboxes import installation_marks, long_calls, pool_stats, providers
-from sandboxes.db import database_time, dialect
+from sandboxes.db import database_time, dialect, pooler
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.db.migrations import SchemaStatus, read_status
 from sandboxes.failures import find_cause
@@ -109,6 +109,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if not has_queue:
         missing.append("The queue has no recent heartbeat, so no sweeps run.")
+    if pooler.PROBE.is_undeclared():
+        missing.append(pooler.UNDECLARED)
     disk = disk_space.measure_free_space() | provider.pop("disk", {})
     warnings = [
         *_iter_schema_warnings(schema), *_iter_warnings(pools, total, unsaved, drift, egress),

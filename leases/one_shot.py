@@ -22,11 +22,12 @@ from leases.models import Lease, LeaseStatus
 from sandboxes import destruction
 from sandboxes.claims import KILL_GRACE, track, track_transfer
 from sandboxes.db.clock import clock_from
-from sandboxes.db.connection_errors import retry_connection_errors
+from sandboxes.deferred_writes import record_or_defer
 from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ClaimLost,
     ProviderCallFailed,
+    ResultPending,
     RunExists,
     SandboxBusy,
     SandboxError,
@@ -145,6 +146,8 @@ def run_once(request: OneShotRequest, *, now: datetime, actor: str = "", admit: 
         reason, note = "failed", str(failed)
     except INTERNAL_ERRORS as failed:
         note = str(failed)
+    except ResultPending:
+        pass  # the result is read from its row below, once the database responds
     except (SandboxError, Rejected, DiskFull) as refused:
         clean_up(lease.pk, reason=reason, detail=str(refused), now=clock(), actor=actor)
         raise
@@ -205,8 +208,8 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
     """End the lease of a run and destroy its sandbox. Return True once the provider has confirmed the destruction.
 
     Return False after CLEANUP_TIMEOUT or a provider error; the sweeps then retry. Waits for a sweep that is already
-    destroying the sandbox. Never raises, so that the result of the command is not lost. The end of the lease is retried
-    while the database does not respond; the lease also ends by its clock."""
+    destroying the sandbox. Never raises, so that the result of the command is not lost. The lease ends once the database
+    responds, and after the deferred ends of runs are recorded: the destruction would close them as lost."""
     clock = clock_from(now)
 
     def end_lease() -> None:
@@ -215,7 +218,7 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
             leasing.end(pk, reason=elapsed or reason, now=now, actor=actor, detail=detail[:400])
 
     try:
-        retry_connection_errors(end_lease, "lease not ended", clock=clock, lease=str(pk))
+        record_or_defer(end_lease, "lease not ended", clock=clock, lease=str(pk))
         checkpoint("run released", pk)
         remaining = Sandbox.objects.filter(holder=pk).exclude(state=SandboxState.DESTROYED)
         while sandbox := remaining.first():
@@ -273,7 +276,7 @@ def _execute(lease: Lease, request: OneShotRequest, transfer: "_WorkspaceTransfe
             opened.result = result = provider.exec(
                 sandbox.ref, argv, env={**build_environment(sandbox, provider), **request.env}, cwd=request.cwd,
                 stdin=request.stdin, timeout=request.timeout, cap=settings.EXEC_OUTPUT_CAP, mark=str(request.run_id),
-                output=opened.claim.output,
+                output=opened.claim.output, retain=True,
             )  # fmt: skip
             opened.claim.end_command()
             checkpoint("command ended", lease)

@@ -21,7 +21,7 @@ from sandboxes.claims import KILL_GRACE, Claim, hold
 from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
 from sandboxes.egress import gateway_tokens
-from sandboxes.errors import ProviderCallFailed, SandboxError
+from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, ResultPending, SandboxError
 from sandboxes.guard import Guard
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
@@ -117,6 +117,10 @@ def take_turn(
     except ProviderCallFailed as failed:
         _settle_turn(turn, Run.objects.filter(pk=command.run_id).first(), build_skip_action(str(failed)), now=clock())
         leasing.renew(lease, now=clock())
+    except ResultPending as pending:
+        raise TurnInProgress() from pending
+    except OutcomeUnknown:  # the command may have been executed: a later call, or a sweep, answers by the end of its Run
+        raise
     except SandboxError:
         Turn.objects.filter(pk=turn.pk, ended_at__isnull=True).delete()  # the turn did not start
         raise

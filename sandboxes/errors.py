@@ -186,6 +186,10 @@ class OutcomeUnknown(SandboxError):
     code = "outcome_unknown"
 
 
+class ResultPending(OutcomeUnknown):
+    """The operation has ended, and the database did not accept its result. It is recorded once the database responds."""
+
+
 class RunExists(SandboxError):
     """A run with this run_id exists. Read it if it is yours, or choose another random UUID."""
 

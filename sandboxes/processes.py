@@ -18,6 +18,7 @@ from django.db.models import Q, QuerySet
 from sandboxes import process_restarts, suspension
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import log_connection_errors
 from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ProcessEnded,
@@ -81,8 +82,9 @@ def start_process(request: SandboxRequest, spec: ProcessSpec, *, now: datetime, 
     clock = clock_from(now)
     command = Command(spec.argv, START_TIMEOUT, spec.env, spec.cwd, kind="process", run_id=spec.process_id)
     with operations.operation(request, command, now=now, actor=actor) as opened:
-        workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
-        process = _insert_process(opened.sandbox, spec, now=clock())
+        with opened.prepare():
+            workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+            process = _insert_process(opened.sandbox, spec, now=clock())
         checkpoint("process inserted", process)
         _launch(process, spec, opened, clock)
     return Process.objects.get(pk=spec.process_id)
@@ -100,7 +102,8 @@ def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock
         raise
     checkpoint("process started", process)
     if not state.running:
-        close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
+        with log_connection_errors("end of a process not recorded; a sweep does", process=str(process.pk)):
+            close_process(process, ProcessStatus.EXITED, now=clock(), exit_code=state.exit_code)
 
 
 def _insert_process(sandbox: Sandbox, spec: ProcessSpec, *, now: datetime) -> Process:

@@ -22,7 +22,7 @@ from pytest_django import DjangoDbBlocker
 
 from leases import leasing
 from leases.models import Lease
-from sandboxes import claims, lifecycle, providers
+from sandboxes import claims, deferred_writes, lifecycle, providers
 from sandboxes.db import clock, connection_errors, migrations
 from sandboxes.models import Pool
 from sandboxes.providers.memory import MemoryProvider
@@ -135,6 +135,7 @@ def isolate_state_dirs(tmp_path: Path, settings: Any) -> Iterator[None]:
 def heartbeat_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extend claims only by `claims.HEARTBEAT.beat()`. A heartbeat thread would not see rows of a test's transaction."""
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(deferred_writes, "DEFERRED", deferred_writes.DeferredWrites())
 
 
 @pytest.fixture

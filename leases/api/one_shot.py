@@ -31,7 +31,7 @@ from leases.api.base.fields import (
     parse_encoding,
     seconds_to_timedelta,
 )
-from leases.api.base.idempotency import StatusAndBody, build_chosen_id
+from leases.api.base.idempotency import InProgress, StatusAndBody, build_chosen_id
 from leases.api.base.views import ApiRequest, ApiView
 from leases.api.queue_fields import (
     QueuedRunSerializer,
@@ -48,7 +48,7 @@ from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult
 from leases.queue import queue, runner
 from sandboxes.claims import KILL_GRACE
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Pool, Run
+from sandboxes.models import Pool, Run, RunOutcome
 from sandboxes.providers import tar_validation
 from sandboxes.providers.base import WORKSPACE
 from sandboxes.providers.errors import Rejected, TooLarge
@@ -171,9 +171,21 @@ class OneShotRunCreateView(ApiView):
                 )
             return 200, serialize_one_shot_result(result, workspace_out.getvalue(), encoding)
 
+        def rebuild(run: Run) -> StatusAndBody | None:
+            if data["return_workspace"] or run.outcome == RunOutcome.LOST or run.exit_code is None:
+                return None
+            result = one_shot.load_result(Lease.objects.get(pk=run.pk))
+            if (run.stdout_bytes, run.stderr_bytes) != (len(result.stdout), len(result.stderr)):
+                return None
+            if result.outcome is None:
+                raise InProgress("The command has ended, and its sandbox is not destroyed yet.", run_id=str(run.pk))
+            return 200, serialize_one_shot_result(result, b"", encoding)
+
         max_duration = one_shot_request.max_duration + one_shot.CLEANUP_TIMEOUT + 2 * KILL_GRACE
         own_runs = Run.objects.filter(holder=data.get("run_id"), agent_did=data["agent_did"])
-        return self.execute_once(act, max_duration=max_duration, repeatable=False, chosen=build_chosen_id(data, own_runs))
+        return self.execute_once(
+            act, max_duration=max_duration, repeatable=False, rebuild=rebuild, chosen=build_chosen_id(data, own_runs)
+        )
 
     def _enqueue(self, data: dict[str, Any], encoding: str) -> HttpResponse:
         """Add the command to the queue. Placement, allow lists and lease are checked now, and again when the run starts.

@@ -47,7 +47,7 @@ from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import ProviderCallFailed
 from sandboxes.long_calls import LONG_CALLS
-from sandboxes.models import Process
+from sandboxes.models import Process, Run, RunOutcome
 from sandboxes.output_search import MAX_PATTERN_CHARS, BadPattern, PatternSearch
 from sandboxes.processes import START_TIMEOUT, OutputWait
 from sandboxes.providers.command_results import ProcessOutput
@@ -180,8 +180,17 @@ class ProcessListView(ProcessApiView):
                 raise
             return 201, serialize_process(process) | {"found": found}
 
+        def rebuild(run: Run) -> StatusAndBody | None:
+            process = None if text or port else find_started_process(run)
+            return (201, serialize_process(process) | {"found": None}) if process else None
+
         max_duration = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + wait + 2 * KILL_GRACE
-        return self.execute_once(act, max_duration=max_duration, repeatable=False)
+        return self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
+
+
+def find_started_process(run: Run) -> Process | None:
+    """Return the process that a Run has started, None if the Run is open or its start is not known to have succeeded."""
+    return Process.objects.filter(pk=run.pk).first() if run.outcome == RunOutcome.OK else None
 
 
 class SandboxRestartView(LeaseApiView):

@@ -18,12 +18,13 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.renderers import encode_json
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.process_fields import ProcessSerializer, serialize_process
-from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES
+from leases.api.processes import MAX_NEW_PROCESS_BODY_BYTES, find_started_process
 from leases.api.runs import LeaseProgramSerializer
 from leases.stream_server.address import DEFAULT_GRANT_LIFETIME, MAX_GRANT_LIFETIME
 from sandboxes.agent.protocol import TerminalSize
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db.clock import clock_from, format_timestamp
+from sandboxes.models import Run
 from sandboxes.processes import START_TIMEOUT, ProcessSpec
 
 MAX_TERMINAL_SIZE = 1000  # rows or columns
@@ -108,8 +109,12 @@ class TerminalListView(LeaseApiView):
             spec = ProcessSpec(data["argv"], context.env, context.cwd, data["name"], run_id, data["keep_awake"], terminal=size)
             return 201, serialize_process(terminals.open_terminal(pk, spec, now=clock(), actor=self.actor))
 
+        def rebuild(run: Run) -> StatusAndBody | None:
+            process = find_started_process(run)
+            return (201, serialize_process(process)) if process else None
+
         max_duration = settings.SANDBOX_START_TIMEOUT + START_TIMEOUT + 2 * KILL_GRACE
-        response = self.execute_once(act, max_duration=max_duration, repeatable=False)
+        response = self.execute_once(act, max_duration=max_duration, repeatable=False, rebuild=rebuild)
         return self._add_url(pk, response, lifetime=timedelta(seconds=data["expires_seconds"]))
 
     def _add_url(self, pk: UUID, response: HttpResponse, *, lifetime: timedelta) -> HttpResponse:

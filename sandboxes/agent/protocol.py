@@ -52,6 +52,7 @@ MAX_BODY_BYTES = 256 << 10
 MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent/connection.py
 MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent/connection.py: command and stdin
 MAX_BOOT_CHARACTERS = 64
+MAX_AGE_SECONDS = 1 << 31
 _DIGEST_PATTERN = re.compile(r"([0-9a-f]{64})?")
 STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 
@@ -105,6 +106,7 @@ class RunState(NamedTuple):
     written: int = 0  # bytes of stdin received
     digest: str = ""  # of the directory named in the request
     oom: bool = False  # a process of the run was killed for lack of memory
+    age: float | None = None  # seconds since the end. None: running, or an agent that does not state it
 
 
 def encode_frame(request_id: int, head: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -174,8 +176,11 @@ def parse_state(run_id: str, frame: Frame) -> RunState:
     digest = head.get("digest", "")
     if not isinstance(digest, str) or not _DIGEST_PATTERN.fullmatch(digest):
         raise ProtocolError("invalid digest")
+    age = head.get("age")
+    if age is not None and not (state == "ended" and type(age) in (int, float) and 0 <= age <= MAX_AGE_SECONDS):
+        raise ProtocolError("invalid age")
     retained, dropped = (stdout, stderr), (stdout_dropped, stderr_dropped)
-    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written, digest, oom)
+    return RunState(state, code, timed_out, retained, dropped, inline, offset, more, written, digest, oom, age)
 
 
 def _parse_sizes(value: object) -> tuple[int, int]:

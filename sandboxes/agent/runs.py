@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandboxes.agent.addresses import GatewayAddress
@@ -72,6 +72,7 @@ class AgentResult:
     dropped: tuple[int, int]
     digest: str = ""  # SHA-256 in hexadecimal, as by state.changes.digest_manifest
     oom: bool = False  # killed by the agent or the kernel for lack of memory, as far as the agent can tell
+    age: float | None = field(default=None, compare=False)  # seconds since the end
 
 
 class AgentClient:
@@ -249,7 +250,7 @@ class AgentClient:
             stdout, stderr = frame.body[: state.retained[0]], frame.body[state.retained[0] :]
         else:
             stdout, stderr = self._read_streams(connection, run.id, state)
-        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest, state.oom)
+        return AgentResult(state.exit_code, stdout, stderr, state.timed_out, state.dropped, state.digest, state.oom, state.age)
 
     def _read_streams(self, connection: AgentConnection, run_id: str, ended: RunState) -> tuple[bytes, bytes]:
         """Return stdout and stderr of an ended run."""

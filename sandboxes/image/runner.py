@@ -99,7 +99,8 @@ def follow(request):
         state = "unknown"
     else:
         state = "running" if is_running else "lost"
-    return {"state": state, "output": contents, "result": result}
+    age = None if result is None else max(time.time() - _get_mtime(f"{base_path}.json"), 0.0)
+    return {"state": state, "output": contents, "result": result, "age": age}
 
 
 def join(request):
@@ -241,7 +242,7 @@ def _remove_oldest():
     if len(ended) <= MAX_ENDED_RUNS:
         return
     kept = {True: MAX_RETAINED_RUNS, False: MAX_ENDED_RUNS}
-    for entry in sorted(ended, key=_get_mtime, reverse=True):
+    for entry in sorted(ended, key=lambda entry: _get_mtime(entry.path), reverse=True):
         base_path = entry.path[: -len(".json")]
         result = _read_result(base_path)
         is_retained = bool(result and result["retain"])
@@ -250,9 +251,9 @@ def _remove_oldest():
             _remove_files(base_path)
 
 
-def _get_mtime(entry):
+def _get_mtime(path):
     try:
-        return entry.stat().st_mtime
+        return os.stat(path).st_mtime
     except FileNotFoundError:
         return 0.0
 

@@ -27,6 +27,7 @@ class ExecState(NamedTuple):
 
     running: bool
     result: ExecResult | None = None  # None while running
+    age: timedelta | None = None  # of the result, by the clock of the sandbox. None: not known
 
 
 class OutputView:

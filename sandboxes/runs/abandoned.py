@@ -4,23 +4,26 @@ import uuid
 from contextlib import suppress
 from datetime import datetime, timedelta
 
+import structlog
 from django.db.models import F, Q, QuerySet
 
 from sandboxes import suspension
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Run, RunOutcome, StopReason
 from sandboxes.providers.command_results import ExecState
-from sandboxes.providers.errors import Missing
+from sandboxes.providers.errors import Missing, ProviderError
 from sandboxes.runs import stops
-from sandboxes.runs.operations import classify_outcome, close_run
+from sandboxes.runs.ends import classify_outcome, close_run
 
+log = structlog.get_logger(__name__)
 MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(hours=1)  # between two tries to close a Run past its deadline
 
 
 def close_abandoned_run(run: Run, *, now: datetime) -> str:
     """Close a Run whose waiting process is dead, or has missed the deadline. Return the outcome for the sweep's counts.
 
-    - "runs closed": with the result that the sandbox has retained, or else as lost, with the exit code unknown.
+    - "runs closed": with the result that the sandbox has retained, and the time of its end; or else as lost, with the exit code
+      unknown.
     - "runs continued": the command still runs, and has time until the Run's deadline.
     - "lost race": the Run was closed before, or its deadline was extended.
 
@@ -30,30 +33,56 @@ def close_abandoned_run(run: Run, *, now: datetime) -> str:
     state = _find_command(run)
     if state and state.running and now < run.deadline_at:
         return "runs continued"
-    unchanged = Run.objects.filter(pk=run.pk, claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True)
-    if not unchanged.update(claim=uuid.uuid4()):
+    if not _claim(run):
         return "lost race"
+    if state and state.result:
+        return "runs closed" if _close_with_result(run, state, now=now, actor="sweep") else "lost race"
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
     if run.note:
         note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
     elif run.released:
-        note = f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed."
-    if state and state.result:
-        closed = close_run(
-            run,
-            now=now,
-            outcome=classify_outcome(state.result),
-            result=state.result,
-            note=note if run.released else "",
-            actor="sweep",
-        )
-        if not run.has_recorder:  # a recorder may still read the output
-            registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
-    else:
-        if run.released and not run.note:
-            note += " The command was killed, and its exit code is unknown. The output is that of the time until then."
-        closed = interrupt_run(run, note=note, now=now, actor="sweep")
-    return "runs closed" if closed else "lost race"
+        note = f"{_describe_dead_process(run)} The command was killed, and its exit code is unknown."
+        note += " The output is that of the time until then."
+    return "runs closed" if interrupt_run(run, note=note, now=now, actor="sweep") else "lost race"
+
+
+def adopt_result(run: Run, *, now: datetime, actor: str = "") -> bool:
+    """Close an overdue Run with the result that its sandbox retained. Return False if this process does not obtain the result.
+
+    A command without a result is left to the sweep."""
+    if not registry.is_local(run.sandbox) or not find_overdue(now=now).filter(pk=run.pk).exists():
+        return False
+    try:
+        state = _find_command(run)
+        return bool(state and state.result and _claim(run) and _close_with_result(run, state, now=now, actor=actor))
+    except ProviderError as failed:
+        log.warning("result of an abandoned run not obtained", run=str(run.pk), error=str(failed))
+        return False
+
+
+def _claim(run: Run) -> bool:
+    """Replace the claim of a Run, so that a process that still waits finds it lost. Return False if the Run has changed."""
+    unchanged = Run.objects.filter(pk=run.pk, claim=run.claim, deadline_at=run.deadline_at, ended_at__isnull=True)
+    return bool(unchanged.update(claim=uuid.uuid4()))
+
+
+def _close_with_result(run: Run, state: ExecState, *, now: datetime, actor: str) -> bool:
+    """Close a Run with the result in `state`, and have the sandbox drop it. Return False if the Run was closed before."""
+    assert state.result is not None
+    note = ""
+    if run.released:
+        note = f"The sandbox has kept the result. {run.note}".strip() if run.note else _describe_dead_process(run)
+    closed = close_run(
+        run, now=now, outcome=classify_outcome(state.result), result=state.result, note=note, actor=actor,
+        ended_at=None if state.age is None else now - state.age,
+    )  # fmt: skip
+    if not run.has_recorder:  # a recorder may still read the output
+        registry.get_sandbox_provider(run.sandbox).acknowledge_exec(run.sandbox.ref, str(run.pk))
+    return closed
+
+
+def _describe_dead_process(run: Run) -> str:
+    return f"The control plane's process that waited for the command ({run.claimed_by}) was restarted or killed."
 
 
 def _find_command(run: Run) -> ExecState | None:

@@ -9,27 +9,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 
 import structlog
 from django.conf import settings
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, OperationalError, transaction
 
-from sandboxes import eviction, installation_marks, lifecycle, process_restarts, suspension
+from sandboxes import deferred_writes, eviction, installation_marks, lifecycle, process_restarts, suspension
 from sandboxes.claims import KILL_GRACE, hold
-from sandboxes.db import sql, tracing
+from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
+from sandboxes.db.connection_errors import CONNECTION_ERRORS, RetriesExhausted, retry_connection_errors
 from sandboxes.egress.environment import build_environment
 from sandboxes.errors import (
     ClaimLost,
     DataFull,
     OutcomeUnknown,
+    ResultPending,
     RunExists,
     SandboxError,
     SandboxLost,
     SandboxNotReady,
 )
-from sandboxes.guard import OPEN_GUARD, Guard, HolderRenewal
+from sandboxes.guard import OPEN_GUARD, Guard
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.long_calls import LONG_CALLS
@@ -43,10 +45,13 @@ from sandboxes.providers.errors import Missing, NoSuchFile, OutOfSpace, Provider
 from sandboxes.providers.recoveries import Recovery
 from sandboxes.runs import failures, retention, workspace_limit
 from sandboxes.runs.claims import RunClaim
+from sandboxes.runs.ends import classify_outcome, close_run
 from sandboxes.state import data_sync, unrecorded
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
+REFUSALS = (NoSuchFile, Rejected, SandboxError, DiskFull)  # the operation has had no effect
+RUN_NOT_CLOSED = "run not closed"  # message of the log
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Operation:
     provider: Provider
     claim: RunClaim
     result: ExecResult | None = None  # of the command; sets the outcome and the output of the Run
-    entered: bool = False  # the body of the `with` has begun
+    entered: bool = False  # the body of the `with` has begun, and may have had an effect
     executing: bool = False  # the provider was asked to execute the command, and has not answered
     note: str = ""  # warning for the Run, such as a workspace over its limit
     found: str = ""  # note of the first run after a wake before which unrecorded files were found
@@ -88,6 +93,13 @@ class Operation:
     def describe_recovery(self) -> str:
         """Return the note about a stop of the sandbox or files that were found at its wake, or ""."""
         return " ".join(filter(None, [self.found, failures.describe_recovery(self.recoveries)]))
+
+    @contextmanager
+    def prepare(self) -> Iterator[None]:
+        """Steps of the body before its effect. After a failure in them the Run counts as never started."""
+        self.entered = False
+        yield
+        self.entered = True
 
 
 def exec_in_sandbox(
@@ -99,8 +111,9 @@ def exec_in_sandbox(
     WorkspaceFull and the errors of `operation`."""
     clock = clock_from(now)
     with operation(request, command, now=now, actor=actor) as opened:
-        workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
-        opened.claim.begin_command(command.timeout)
+        with opened.prepare():
+            workspace_limit.require_workspace_space(opened.provider, opened.sandbox, now=clock())
+            opened.claim.begin_command(command.timeout)
         opened.executing = True
         command.on_start()
         result = opened.provider.exec(
@@ -150,6 +163,8 @@ def operation(request: allocation.SandboxRequest, command: Command, *, now: date
         opened, attached = _open_operation(request, command, clock, actor=actor), None
         with hold(opened.claim), recoveries.observe() as opened.recoveries:
             try:
+                if opened.run.is_first and starts.has_stored_state(opened.sandbox):
+                    opened.found = unrecorded.describe_found(opened.sandbox)
                 attached = _prepare_sandbox(opened, request, command, clock)
                 opened.digest_data = attached is not None and attached.data.keeping != DataStorageMode.MOUNT
                 opened.entered = True
@@ -170,36 +185,52 @@ def _record_success(
 ) -> None:
     """Persist /data and close the Run, with retries while the database does not respond.
 
-    After an error the client would repeat an operation that has taken effect. Raises OutcomeUnknown if the database does not
-    respond within FAILOVER_PERIOD."""
+    After an error the client would repeat an operation that has taken effect. If the database does not respond within
+    FAILOVER_PERIOD, the Run is closed once the database responds, and ResultPending is raised."""
     outcome = classify_outcome(opened.result) if opened.result else RunOutcome.OK
+    ended_at: datetime | None = None  # at the first try: the time without a database is not part of the operation
 
-    def record() -> None:
-        digest = opened.result.data_digest if opened.result else ""
-        unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
+    def close(unsaved: str) -> None:
         recovered = opened.describe_recovery()
         refused = failures.describe_unusable_directory(opened.run, opened.result)
         note = " ".join(filter(None, [recovered, refused, opened.note, unsaved]))
         close_run(
             opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, renewal=request.renewal, actor=actor,
-            resumed=opened.sandbox.frozen,
+            resumed=opened.sandbox.frozen, ended_at=ended_at,
         )  # fmt: skip
         if recovered:
             request.guard.note_recovery(recovered, now=clock())
 
+    def record() -> None:
+        nonlocal ended_at
+        digest = opened.result.data_digest if opened.result else ""
+        try:
+            unsaved = _persist_data(attached, opened.sandbox, opened.provider, digest, now=clock()) if attached else ""
+        finally:
+            ended_at = ended_at or clock()
+        close(unsaved)
+
+    def record_later() -> None:  # without a transfer of /data, which would delay the heartbeat
+        unsaved = ""
+        if attached and attached.data.keeping != DataStorageMode.MOUNT:
+            error = OperationalError("The database did not respond.")
+            data_sync.mark_unsaved(attached, error, now=clock())
+            unsaved = f"/data is not stored yet: {error}"
+        close(unsaved)
+
     run_id = str(opened.run.pk)
     try:
-        retry_connection_errors(record, "run not closed", clock=clock, run=run_id)
+        retry_connection_errors(record, RUN_NOT_CLOSED, clock=clock, run=run_id)
     except RetriesExhausted as failed:
+        deferred_writes.DEFERRED.add(record_later, RUN_NOT_CLOSED, run=run_id)
         exit_code = opened.result.exit_code if opened.result else None
-        raise OutcomeUnknown(run_id=run_id, exit_code=exit_code) from failed
+        raise ResultPending(run_id=run_id, exit_code=exit_code) from failed
 
 
 def _record_failure(opened: Operation, failed: Exception, guard: Guard, clock: Clock, *, actor: str) -> Exception:
     """Like _fail_operation, with retries while the database does not respond.
 
-    If the retries are exhausted the Run stays open until a sweep closes it after its deadline. Until then the client is told to
-    wait."""
+    If the retries are exhausted, the end is recorded once the database responds. Until then the client is told to wait."""
 
     def record() -> Exception:
         error = _fail_operation(opened, failed, now=clock(), actor=actor)
@@ -208,9 +239,24 @@ def _record_failure(opened: Operation, failed: Exception, guard: Guard, clock: C
         return error
 
     try:
-        return retry_connection_errors(record, "run not closed", clock=clock, run=str(opened.run.pk))
+        return retry_connection_errors(record, RUN_NOT_CLOSED, clock=clock, run=str(opened.run.pk))
     except RetriesExhausted:
+        record_later = partial(_fail_operation_later, opened, failed, clock, actor=actor)
+        deferred_writes.DEFERRED.add(record_later, RUN_NOT_CLOSED, run=str(opened.run.pk))
         return failures.translate_error(failed)
+
+
+def _fail_operation_later(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> None:
+    """Like _fail_operation, without calls of the provider: a sweep looks for a command that may run, and for a lost sandbox."""
+    note = f"{type(failed).__name__}: {failed}"
+    if opened.entered and opened.executing and not isinstance(failed, REFUSALS):
+        failures.abandon_run(opened.run, note)
+        return
+    outcome = RunOutcome.FAILED if not opened.entered or isinstance(failed, REFUSALS) else RunOutcome.ERROR
+    if opened.result:
+        outcome = classify_outcome(opened.result)
+    code = getattr(failed, "code", "internal")
+    close_run(opened.run, now=clock(), outcome=outcome, result=opened.result, note=note, code=code, actor=actor)
 
 
 def _open_operation(request: allocation.SandboxRequest, command: Command, clock: Clock, *, actor: str) -> Operation:
@@ -219,14 +265,25 @@ def _open_operation(request: allocation.SandboxRequest, command: Command, clock:
         request.guard.check_proceed()
         sandbox = allocation.ensure_running(request, known=known, now=clock(), actor=actor)
         checkpoint("sandbox ready", sandbox)
-        run = open_run(sandbox, command, now=clock(), actor=actor, guard=request.guard)
+        provider, claim = registry.get_sandbox_provider(sandbox), uuid.uuid4()
+        try:
+            run = open_run(sandbox, command, now=clock(), actor=actor, guard=request.guard, claim=claim)
+        except CONNECTION_ERRORS as failed:  # the transaction may have been committed
+            close = partial(_close_unstarted, command.run_id, claim, failed, clock, actor=actor)
+            deferred_writes.DEFERRED.add(close, RUN_NOT_CLOSED, run=str(command.run_id))
+            raise
         if run:
-            provider = registry.get_sandbox_provider(sandbox)
-            is_first_of_wake = run.is_first and starts.has_stored_state(sandbox)
-            found = unrecorded.describe_found(sandbox) if is_first_of_wake else ""
-            return Operation(run, sandbox, provider, RunClaim(run, clock, provider), found=found)
+            return Operation(run, sandbox, provider, RunClaim(run, clock, provider))
         known = None  # outdated: the sandbox was evicted or destroyed, or the holder has ended
         request.guard.check_active()
+
+
+def _close_unstarted(pk: uuid.UUID, claim: uuid.UUID, failed: Exception, clock: Clock, *, actor: str) -> None:
+    """Close a Run that was opened by a transaction whose answer was lost, if it was committed."""
+    run = Run.objects.select_related("sandbox").filter(pk=pk, claim=claim, ended_at__isnull=True).first()
+    if run is not None:
+        note = f"{type(failed).__name__}: {failed}"
+        close_run(run, now=clock(), outcome=RunOutcome.FAILED, note=note, code="internal", actor=actor)
 
 
 def _prepare_sandbox(
@@ -275,7 +332,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     if isinstance(failed, OutOfSpace) and not opened.executing:
         close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), code=code, actor=actor)
         return failures.translate_error(failed)
-    if isinstance(failed, (NoSuchFile, Rejected, SandboxError, DiskFull)):
+    if isinstance(failed, REFUSALS):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), code=code, actor=actor)
         return failed
@@ -298,8 +355,9 @@ def open_run(
     now: datetime,
     actor: str = "",
     guard: Guard = OPEN_GUARD,
+    claim: uuid.UUID | None = None,
 ) -> Run | None:
-    """Open a Run and count it in the sandbox, in one transaction.
+    """Open a Run and count it in the sandbox, in one transaction. `claim` is the token of the caller, by default a new one.
 
     The condition of `guard` is built after the wait for the lock. Returns None if the condition does not hold, or if the
     sandbox is no longer alive or no longer held by this holder. Raises TooManyRuns at a limit of open Runs, RunExists if the id
@@ -317,7 +375,7 @@ def open_run(
         has_recorder=command.has_recorder,
         argv=list(command.argv),
         cwd=command.cwd,
-        claim=uuid.uuid4(),
+        claim=claim or uuid.uuid4(),
         claimed_by=settings.INSTANCE,
         env_names=sorted(command.env),
         stdin_bytes=len(command.stdin),
@@ -357,75 +415,3 @@ def _persist_data(attached: Attachment, sandbox: Sandbox, provider: Provider, di
         data_sync.mark_unsaved(attached, failed, now=now)
         return f"/data is not stored yet: {failed}"
     return ""
-
-
-def close_run(
-    run: Run,
-    *,
-    now: datetime,
-    outcome: RunOutcome,
-    result: ExecResult | None = None,
-    note: str = "",
-    code: str = "",
-    renewal: HolderRenewal | None = None,
-    resumed: bool = False,
-    actor: str = "",
-) -> bool:
-    """Close an open Run and subtract it from its sandbox's count. Returns False if the Run was closed before.
-
-    With `resumed`, the Run has resumed its sandbox (`suspension.thaw_for_run`), and that is recorded as well.
-    `code` is that of the error that ended the Run; it is stored if the command has no result.
-    Also executes `renewal`, in the same transaction. In both cases `run` has the stored values afterwards. Each output stream
-    is stored up to RUN_OUTPUT_KEPT bytes."""
-    max_bytes = settings.RUN_OUTPUT_KEPT
-    values: dict[str, object] = {"ended_at": now, "outcome": outcome.value, "note": note[:500]}
-    if result:
-        values |= {
-            "exit_code": result.exit_code,
-            "timed_out": result.timed_out,
-            "oom": result.oom,
-            "truncated": result.truncated,
-            "stdout": result.stdout[:max_bytes],
-            "stderr": result.stderr[:max_bytes],
-            "stdout_bytes": len(result.stdout),
-            "stderr_bytes": len(result.stderr),
-        }
-    elif code:
-        values["error_code"] = code[:64]
-    changes = ", ".join(f"{name} = %s" for name in values)
-    text = f"UPDATE sandboxes_run SET {changes} WHERE id = %s AND ended_at IS NULL"  # noqa: S608 - names of columns
-    close = sql.Statement(text, (*values.values(), run.pk))
-    finished = lifecycle.finish_run(
-        run.sandbox_id, run.incarnation, idle_after=run.sandbox.idle_after, close=close,
-        renew=renewal.build(now) if renewal else None, resumed=resumed, now=now, actor=actor,
-    )  # fmt: skip
-    if renewal:
-        renewal.done = finished.renewed
-    if finished.closed:
-        for name, value in values.items():
-            setattr(run, name, value)
-        if outcome != RunOutcome.OK:
-            run.refresh_from_db(fields=["stop_reason"])  # another process writes it
-        _trace(run)
-    else:
-        run.refresh_from_db()
-    return finished.closed
-
-
-def _trace(run: Run) -> None:
-    """Record the span of a closed Run."""
-    error = "" if run.outcome == RunOutcome.OK else str(run.outcome)
-    attributes = {
-        "leasehold.lease_id": str(run.holder), "leasehold.agent": run.agent_did, "leasehold.sandbox_id": str(run.sandbox_id),
-        "leasehold.outcome": str(run.outcome), "leasehold.attempt": run.attempt, "process.exit.code": run.exit_code,
-    }  # fmt: skip
-    tracing.record_run_span(f"run {run.kind}", run.pk, run.started_at, run.ended_at or run.started_at, attributes, error=error)
-
-
-def classify_outcome(result: ExecResult) -> RunOutcome:
-    """Return the outcome of a Run whose command has this result."""
-    if result.timed_out:
-        return RunOutcome.TIMED_OUT
-    if result.oom:
-        return RunOutcome.OOM
-    return RunOutcome.OK if result.exit_code == 0 else RunOutcome.FAILED

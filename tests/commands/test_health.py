@@ -8,7 +8,7 @@ from django.db import OperationalError, ProgrammingError, connection
 from django.utils import timezone
 
 from controlplane import health, schedules
-from sandboxes.db import database_time
+from sandboxes.db import database_time, pooler
 from sandboxes.models import Sweep
 from sandboxes.providers.errors import Unavailable
 
@@ -171,3 +171,10 @@ def test_a_probe_costs_few_queries(client, heartbeats, django_assert_max_num_que
     client.get("/readyz")
     with django_assert_max_num_queries(11):
         client.get("/readyz")
+
+
+def test_readyz_reports_a_pooler_in_transaction_mode(client, heartbeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooler, "PROBE", pooler.PoolerProbe())
+    monkeypatch.setattr(pooler, "is_undeclared", lambda: True)
+    response = client.get("/readyz")
+    assert (response.status_code, response.json()["missing"]) == (503, [pooler.UNDECLARED])

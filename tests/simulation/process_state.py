@@ -11,7 +11,7 @@ from typing import Any
 
 from leases.api import command_threads
 from leases.atproto import accounts
-from sandboxes import agent_shares, installation_marks, sweep_log
+from sandboxes import agent_shares, deferred_writes, installation_marks, sweep_log
 from sandboxes.agent_shares import MAX_PASSES_PER_AGENT, AgentShares
 from sandboxes.streams import events
 from sandboxes.webhooks import delivery
@@ -27,6 +27,7 @@ OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
     (events, "NEWEST_POSITION", events.NewestPosition),
     (command_threads, "_threads", set),
     (delivery, "RUNNING_PASS", delivery.RunningPass),
+    (deferred_writes, "DEFERRED", deferred_writes.DeferredWrites),
 )
 
 

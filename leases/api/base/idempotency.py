@@ -12,7 +12,6 @@ import hashlib
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -27,13 +26,15 @@ from leases import run_ids
 from leases.api.base.renderers import JsonRenderer, encode_json
 from leases.errors import Conflict, InvalidRequest
 from leases.models import AgentKey, IdempotentRequest
+from sandboxes import deferred_writes
 from sandboxes.claims import Claim, hold
 from sandboxes.db import dialect
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
-from sandboxes.errors import OutcomeUnknown, RunExists
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
+from sandboxes.errors import OutcomeUnknown, ResultPending, RunExists
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Run, RunOutcome
+from sandboxes.runs import abandoned
 
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
@@ -89,9 +90,10 @@ def execute_once(
     request is executed if the operation is `repeatable`. Otherwise its run may end the wait earlier: with the answer that
     `rebuild` makes of the ended run, or at once if the run shows that its process is dead. An ended run alone does not: the
     process may wait for the output of a background process, or destroy a sandbox. With `rebuild` the answer is InProgress
-    while the run is open, until RUN_CLOSE_GRACE_PERIOD after its deadline. Raises KeyReused, InProgress, and OutcomeUnknown
-    for an interrupted operation that is not repeatable. A chosen id of a run of others raises RunExists; one of an own run
-    whose response is not stored any more does so, too, unless `rebuild` makes the answer."""
+    while the run is open, until RUN_CLOSE_GRACE_PERIOD after its deadline; a run that its process has abandoned is closed with
+    the result that its sandbox retained, if there is one. Raises KeyReused, InProgress, and OutcomeUnknown for an interrupted
+    operation that is not repeatable. A chosen id of a run of others raises RunExists; one of an own run whose response is not
+    stored any more does so, too, unless `rebuild` makes the answer."""
     key = request.META.get("HTTP_IDEMPOTENCY_KEY")
     if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", key):
         raise InvalidRequest(HEADER_NAME, f"The header {HEADER_NAME} has 1 to 255 visible ASCII characters.")
@@ -111,15 +113,18 @@ def execute_once(
     own_runs = chosen.own_runs if chosen else Run.objects.all()
     own_run = own_runs.filter(pk=_derive_run_id(holder, row))
     if not claimed:
-        return _replay_response(row, fingerprint, None if repeatable else own_run, rebuild, now=now)
+        return _replay_response(row, fingerprint, None if repeatable else own_run, rebuild, clock=clock)
     checkpoint("key claimed", row)
     # After the deadline another process may have taken over with a new started_at. Its row must not be overwritten.
     own_row = IdempotentRequest.objects.filter(pk=row.pk, started_at=row.started_at, status_code=None)
     try:
         with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
             status, data = act(_derive_run_id(holder, row))
-    except Exception:
+    except Exception as failed:
         _settle(row, lambda: _record_failure(own_row, None if repeatable else own_run, now=clock()), clock)
+        if isinstance(failed, ResultPending) and rebuild is not None:
+            detail = "The operation has ended, and its result is not recorded yet."
+            raise InProgress(detail, run_id=failed.extra["run_id"]) from failed
         raise
     checkpoint("acted", row)
     response = _build_response(status, data)
@@ -146,12 +151,10 @@ def _record_failure(own_row: QuerySet[IdempotentRequest], own_run: QuerySet[Run]
 
 
 def _settle(row: IdempotentRequest, record: Callable[[], object], clock: Clock) -> None:
-    """Record the end of a request, with retries while the database does not respond.
+    """Record the end of a request, with retries while the database does not respond, and later if need be.
 
-    The client gets the outcome even if the key cannot be settled. The deadline of the key then ends the wait of repeated
-    requests."""
-    with suppress(RetriesExhausted):
-        retry_connection_errors(record, "idempotency key not settled", clock=clock, key_row=row.pk)
+    The client gets the outcome even if the key cannot be settled. Until it is, repeated requests are told to wait."""
+    deferred_writes.record_or_defer(record, "idempotency key not settled", clock=clock, key_row=row.pk)
 
 
 def _claim_key(
@@ -178,6 +181,10 @@ def _claim_key(
                     key_holder=holder, key=key, fingerprint=fingerprint, run_id=run_id, **columns
                 )
             return created, True
+        except CONNECTION_ERRORS:  # the transaction may have been committed
+            own = IdempotentRequest.objects.filter(key_holder=holder, key=key, claimed_by=settings.INSTANCE, started_at=now)
+            deferred_writes.DEFERRED.add(own.filter(status_code=None).delete, "idempotency key not freed")
+            raise
         except IntegrityError as error:
             dialect.raise_unless_unique(error)
             same = Q(key_holder=holder, key=key)
@@ -200,14 +207,15 @@ def _claim_key(
 
 
 def _replay_response(
-    row: IdempotentRequest, fingerprint: str, own_run: QuerySet[Run] | None, rebuild: RunAnswer | None, *, now: datetime
+    row: IdempotentRequest, fingerprint: str, own_run: QuerySet[Run] | None, rebuild: RunAnswer | None, *, clock: Clock
 ) -> HttpResponse:
     label = "run_id" if row.run_id else HEADER_NAME
     if row.fingerprint != fingerprint:
         raise KeyReused(f"This {label} was sent with another request.")
     if row.status_code is not None:
         return HttpResponse(row.body, status=row.status_code, content_type="application/json", headers=REPLAY_HEADERS)
-    run = own_run.defer("stdout", "stderr").first() if own_run is not None else None
+    run = _find_run(own_run, adopts=rebuild is not None, clock=clock) if own_run is not None else None
+    now = clock()
     if run is not None and run.ended_at is not None and rebuild is not None and (answer := rebuild(run)):
         return _build_response(*answer, headers=REPLAY_HEADERS)
     is_awaited = rebuild is not None and run is not None and _is_close_awaited(run, now=now)
@@ -216,6 +224,15 @@ def _replay_response(
     if run is None:
         raise OutcomeUnknown(INTERRUPTED.format(label))
     raise OutcomeUnknown(INTERRUPTED.format(label), run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
+
+
+def _find_run(own_run: QuerySet[Run], *, adopts: bool, clock: Clock) -> Run | None:
+    """Return the run of a request. With `adopts` an abandoned one is closed with the result that its sandbox retained."""
+    rows = own_run.defer("stdout", "stderr")
+    run = rows.first()
+    if run is not None and run.ended_at is None and adopts and abandoned.adopt_result(run, now=clock()):
+        return rows.first()
+    return run
 
 
 def _is_close_awaited(run: Run, *, now: datetime) -> bool:

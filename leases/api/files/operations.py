@@ -15,7 +15,7 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.views import ApiRequest
 from leases.api.files.base import ROOTS, FileApiView, build_command
 from leases.errors import InvalidRequest
-from sandboxes.models import Sandbox
+from sandboxes.models import Run, RunOutcome, Sandbox
 from sandboxes.providers.arguments import split_sandbox_path
 from sandboxes.providers.base import Provider
 from sandboxes.providers.errors import BadPath
@@ -94,14 +94,19 @@ class MoveView(FileApiView):
         root = ROOTS[data["root"]]
         source, target = resolve_path("path", root, data["path"]), resolve_path("target", root, data["target"])
 
+        answer = 200, {"root": data["root"], "path": data["target"]}
+
         def move(provider: Provider, sandbox: Sandbox) -> None:
             provider.move_file(sandbox.ref, source, target, overwrite=data["overwrite"])
 
         def act(run_id: UUID) -> StatusAndBody:
             self.change_tree(pk, root, build_command("move", source, target, root=root, run_id=run_id), move)
-            return 200, {"root": data["root"], "path": data["target"]}
+            return answer
 
-        return self.execute_once(act, repeatable=False)
+        def rebuild(run: Run) -> StatusAndBody | None:
+            return answer if run.outcome == RunOutcome.OK else None
+
+        return self.execute_once(act, repeatable=False, rebuild=rebuild)
 
 
 def resolve_path(field: str, root: str, path: str) -> str:

@@ -92,8 +92,10 @@ class Run:
     def describe(self):
         state = "running" if self.exit_code is None else "ended"
         sizes = {name: [self.outputs[stream].end, self.outputs[stream].dropped] for name, stream in STREAMS.items()}
-        oom = {"oom": True} if self.out_of_memory and self.exit_code is not None else {}
-        return {"state": state, "exit_code": self.exit_code, "timed_out": self.timed_out, **oom, **sizes}
+        of_ended = {} if self.exit_code is None else {"age": round(time.monotonic() - self.ended_at, 3)}
+        if self.out_of_memory and of_ended:
+            of_ended["oom"] = True
+        return {"state": state, "exit_code": self.exit_code, "timed_out": self.timed_out, **of_ended, **sizes}
 
     def count_kept(self):
         return sum(len(output.content) for output in self.outputs.values()) if self.keep == HEAD else 0

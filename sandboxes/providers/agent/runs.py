@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 from django.conf import settings
 
@@ -82,5 +83,5 @@ def read_state(agent: AgentClient, run_id: str) -> ExecState | None:
         result = ExecResult(
             found.exit_code, found.stdout, found.stderr, timed_out=found.timed_out, oom=found.oom, truncated=truncated
         )
-        return ExecState(running=False, result=result)
+        return ExecState(running=False, result=result, age=None if found.age is None else timedelta(seconds=found.age))
     return ExecState(running=True) if found.state == "running" else None

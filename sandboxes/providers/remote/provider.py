@@ -279,7 +279,8 @@ class RemoteProvider(RemoteLifecycle, FileVerbsProvider, BackgroundProcessProvid
                 return None
             is_complete = len(output[0]) >= state.sizes[0] and len(output[1]) >= state.sizes[1]
             if is_complete or not (state.stdout or state.stderr):
-                return ExecState(False, state.to_result(bytes(output[0]), bytes(output[1]), state.seconds))
+                age = None if state.age_seconds is None else timedelta(seconds=state.age_seconds)
+                return ExecState(False, state.to_result(bytes(output[0]), bytes(output[1]), state.seconds), age)
 
     def acknowledge_exec(self, ref: str, mark: str) -> None:
         with self._acknowledged_lock:  # sent with the next command: a call of its own would take as long as a command

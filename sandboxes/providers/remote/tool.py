@@ -25,6 +25,7 @@ TOOL_DIRECTORY = "/opt/leasehold"
 TOOL_FILES = ("runner.py", "files.py", "launch.py", "reap.py", "gateway_relay.py", "runner_channel.py", "take_turn.py")
 MAX_INLINE_BYTES = 60_000  # of a request in the command line; Linux accepts 131072 bytes in one argument
 MAX_RESPONSE_BYTES = 1 << 20  # of output in one response, before base64
+MAX_AGE_SECONDS = 1 << 31
 RESPONSE_PREFIX = "leasehold:"  # as in image/runner.py
 NO_TOOL = "no_tool"  # state in a response: the files that were uploaded at creation are gone
 BASE_ENVIRONMENT = {"HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
@@ -71,6 +72,7 @@ class RunState:
     sizes: tuple[int, int] = (0, 0)  # bytes retained of each stream, once it has ended
     dropped: bool = False
     seconds: float = 0.0
+    age_seconds: float | None = None  # since the end. None: running, or a runner that does not state it
 
     def to_result(self, stdout: bytes, stderr: bytes, seconds: float) -> ExecResult:
         return ExecResult(
@@ -115,6 +117,14 @@ def parse_response(output: str) -> dict[str, Any]:
     raise InvalidResponse(output[-300:].strip() or "no output")
 
 
+def _parse_age(value: object) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= float(value) <= MAX_AGE_SECONDS:  # type: ignore[arg-type]
+        raise InvalidResponse("an invalid age")
+    return float(value)  # type: ignore[arg-type]
+
+
 def parse_run_state(fields: Mapping[str, Any]) -> RunState:
     """Validate the response to `run` or `follow`. Raise InvalidResponse."""
     try:
@@ -133,6 +143,7 @@ def parse_run_state(fields: Mapping[str, Any]) -> RunState:
             (first, second),
             dropped=any(result["dropped"]),
             seconds=float(result["seconds"]),
+            age_seconds=_parse_age(fields.get("age")),
         )
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise InvalidResponse(f"{type(error).__name__}: {error}") from error

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from django.db.models import F
+from django.utils import timezone
 
 from leases.models import IdempotentRequest, Lease
 from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.providers.errors import Unavailable
+from sandboxes.sweeps import passes
 from tests.api.conftest import ADA, BOB, ApiClient, assert_refused
 from tests.support.storage.tars import other, pack
 from tests.unit.leases.test_one_shot import assert_nothing_is_left, pack_tar, unpack_tar
@@ -114,10 +116,18 @@ def test_a_repeated_idempotency_key_runs_once(ada: ApiClient, body, memory, argv
 @pytest.mark.parametrize("step", ["run opened", "command ended", "run answered", "run released", "destroy claimed", "acted"])
 def test_a_run_of_a_dead_process_is_not_repeated_and_can_be_read(ada: ApiClient, body, crash_at, step: str, memory) -> None:
     with crash_at(step):
-        ada.post("runs", body(), idempotency_key="k1")
+        ada.post("runs", body("echo", "hi"), idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=F("deadline_at") - timedelta(hours=1))
-    response = ada.post("runs", body(), idempotency_key="k1")
-    assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
+    if step in ("run opened", "command ended", "run answered"):
+        assert ada.post("runs", body("echo", "hi"), idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+        Run.objects.update(released=True)  # as the start of the next process does
+        passes.recover_stalled(now=timezone.now())
+        ada.post(f"leases/{Lease.objects.get().pk}/release")  # as the end of its lifetime does
+    response = ada.post("runs", body("echo", "hi"), idempotency_key="k1")
+    if step == "run opened":
+        assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
+    else:
+        assert (response.status_code, response.json()["stdout"], response.json()["outcome"]) == (200, "hi\n", "ok")
     assert [verb for verb, _ in memory.calls].count("exec") <= 1
     assert ada.get(f"runs/{response.json()['run_id']}").status_code == 200
     assert Lease.objects.count() == 1

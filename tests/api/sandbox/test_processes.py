@@ -193,6 +193,9 @@ def test_an_interrupted_start_is_not_repeated_and_names_the_process(ada: ApiClie
     with crash_at("process started"):
         ada.post(processes_url, WATCH, idempotency_key="k1")
     IdempotentRequest.objects.update(deadline_at=Lease.objects.get().leased_at)
+    assert ada.post(processes_url, WATCH, idempotency_key="k1").json()["code"] == "idempotency_in_progress"
+    Run.objects.update(released=True)  # as the start of the next process does
+    passes.recover_stalled(now=timezone.now())
     response = ada.post(processes_url, WATCH, idempotency_key="k1")
     assert (response.status_code, response.json()["code"]) == (409, "outcome_unknown")
     assert ada.get(f"{processes_url}/{response.json()['run_id']}").json()["argv"] == WATCH["argv"]

@@ -73,6 +73,21 @@ def test_run_stays_open_while_the_provider_does_not_respond(grant, memory, crash
     assert sweeps.recover_stalled(now=SHORTLY + MINUTE).counts == {"runs closed": 1}
 
 
+@pytest.mark.usefixtures("stopped_clock")
+@pytest.mark.parametrize(
+    ("age", "duration"),
+    [(timedelta(minutes=9), MINUTE), (None, 10 * MINUTE), (timedelta(days=1), timedelta(0)), (-MINUTE, 10 * MINUTE)],
+)
+def test_the_time_without_a_control_plane_is_not_part_of_the_duration(grant, memory, crash_at, monkeypatch, age, duration):
+    run = abandon_run(grant(), crash_at, "run answered")
+    state = memory.find_exec(run.sandbox.ref, str(run.pk))._replace(age=age)
+    monkeypatch.setattr(memory, "find_exec", lambda ref, mark: state)
+    assert sweeps.recover_stalled(now=NOW + 10 * MINUTE).counts == {"runs closed": 1}
+    run.refresh_from_db()
+    assert (run.exit_code, run.duration) == (3, duration)
+    assert run.sandbox.idle_at == NOW + 10 * MINUTE + run.sandbox.idle_after
+
+
 @pytest.mark.parametrize("step", ["run opened", "run answered"])
 def test_command_runs_once(grant, memory, crash_at, step):
     starts = []

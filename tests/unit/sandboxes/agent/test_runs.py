@@ -4,6 +4,7 @@ import contextlib
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_output_is_read_again_from_any_offset_until_acknowledged(gateway):
     assert [gateway.client.read("r1", "stdout", offset)[0] for offset in (4, 0, 10)] == [b"456789", b"0123456789", b""]
     gateway.client.acknowledge("r1")
     assert gateway.client.read("r1", "stdout", 0)[1].state == "acknowledged"
+
+
+@pytest.mark.usefixtures("agent")
+def test_agent_states_how_long_ago_a_run_has_ended(gateway):
+    begun = time.monotonic()
+    gateway.client.run(make_run("r1", "sleep", "0.2"))
+    gateway.client.run(make_run("r2", "sleep", "0.2"))
+    found = gateway.client.find("r1", cap=1 << 20)
+    assert 0.2 <= found.age <= time.monotonic() - begun - 0.2
 
 
 @pytest.mark.usefixtures("agent")

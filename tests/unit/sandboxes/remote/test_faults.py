@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from sandboxes.providers.errors import FailureCause, Missing, Stopped, Unavailable
-from tests.conftest import run_in_threads
+from tests.conftest import MINUTE, run_in_threads
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE
 from tests.support.remote import connect_provider
 from tests.support.waiting import wait_until
@@ -75,6 +75,7 @@ def test_command_goes_on_while_the_vendor_is_away_and_its_result_is_found_later(
     remote.provider.write_file(ref, "/workspace/go", b"")
     again = remote.run(ref, "sh", "-c", "exit 9", mark=mark, retain=True)  # the mark is known: nothing is started
     assert (again.exit_code, again.stdout) == (0, b"1\ndone\n")
+    assert timedelta(0) <= remote.provider.find_exec(ref, mark).age < MINUTE
 
 
 @pytest.mark.smoke

@@ -25,6 +25,7 @@ import requests
 from django.conf import settings
 
 from sandboxes.answer_limits import limit_session
+from sandboxes.providers.answer_guard import guard_answers, translate_answer
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
@@ -33,7 +34,6 @@ from sandboxes.providers.remote.errors import (
     NotFound,
     raise_for_answer,
     raise_for_transport,
-    translate_parser_errors,
 )
 from sandboxes.providers.remote.labels import require_owner
 from sandboxes.providers.remote.lifecycle import Pause
@@ -49,6 +49,7 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 8 << 20  # of one exec, of which a response of the runner is a part
 
 
+@guard_answers
 class CloudflareProvider(RemoteProvider):
     """Provider for one bridge: CLOUDFLARE_SANDBOX_URL, CLOUDFLARE_SANDBOX_API_KEY."""
 
@@ -89,9 +90,8 @@ class CloudflareProvider(RemoteProvider):
         if output.strip() == NO_OWNER:
             text = f"The bridge has no sandbox {ref}, or an empty one in its place."
             raise NotFound(text, cause=FailureCause.ENGINE_ERROR)
-        with translate_parser_errors(ref):
-            stated = json.loads(output)
-            return {key: str(stated[key]) for key in ("name", "owner", "created_at")}
+        stated = json.loads(output)
+        return {key: str(stated[key]) for key in ("name", "owner", "created_at")}
 
     def _is_listed(self, ref: str) -> bool:
         """Return False, and raise Unavailable unless the bridge itself answers: it cannot list."""
@@ -131,8 +131,7 @@ class CloudflareProvider(RemoteProvider):
         except Missing:
             self.destroy(ref)  # the question has started a container
             raise
-        with translate_parser_errors(ref):
-            return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
+        return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
 
     def _discard_empty(self, ref: str) -> None:
         self.destroy(ref)
@@ -224,8 +223,8 @@ def _create_session(configuration: RemoteConfiguration) -> requests.Session:
 
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        with translate_parser_errors(subject):
+    with translate_answer(subject):
+        try:
             yield
-    except requests.RequestException as error:
-        raise_for_transport(subject, error, is_timeout=isinstance(error, requests.Timeout))
+        except requests.RequestException as error:
+            raise_for_transport(subject, error, is_timeout=isinstance(error, requests.Timeout))

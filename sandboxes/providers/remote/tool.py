@@ -25,6 +25,7 @@ TOOL_DIRECTORY = "/opt/leasehold"
 TOOL_FILES = ("runner.py", "files.py", "launch.py", "reap.py", "gateway_relay.py", "runner_channel.py", "take_turn.py")
 MAX_INLINE_BYTES = 60_000  # of a request in the command line; Linux accepts 131072 bytes in one argument
 MAX_RESPONSE_BYTES = 1 << 20  # of output in one response, before base64
+MAX_SECONDS = 1e9  # of a command, as the runner states them
 RESPONSE_PREFIX = "leasehold:"  # as in image/runner.py
 NO_TOOL = "no_tool"  # state in a response: the files that were uploaded at creation are gone
 BASE_ENVIRONMENT = {"HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
@@ -107,7 +108,7 @@ def parse_response(output: str) -> dict[str, Any]:
         if line.startswith(RESPONSE_PREFIX):
             try:
                 fields = json.loads(line.removeprefix(RESPONSE_PREFIX))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidResponse(f"damaged response: {error}") from error
             if isinstance(fields, dict) and isinstance(fields.get("state"), str):
                 return fields
@@ -121,9 +122,11 @@ def parse_run_state(fields: Mapping[str, Any]) -> RunState:
         stdout, stderr = (base64.b64decode(content, validate=True) for content in fields["output"])
         if (result := fields["result"]) is None:
             return RunState(fields["state"], stdout, stderr)
-        first, second = result["sizes"]
+        (first, second), seconds = result["sizes"], float(result["seconds"])
         if fields["state"] != "ended" or not all(isinstance(value, int) for value in (result["exit_code"], first, second)):
             raise InvalidResponse("a result with fields of other types")
+        if not 0.0 <= seconds <= MAX_SECONDS:
+            raise InvalidResponse("a result with an impossible duration")
         return RunState(
             "ended",
             stdout,
@@ -132,9 +135,9 @@ def parse_run_state(fields: Mapping[str, Any]) -> RunState:
             bool(result["timed_out"]),
             (first, second),
             dropped=any(result["dropped"]),
-            seconds=float(result["seconds"]),
+            seconds=seconds,
         )
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, binascii.Error) as error:
         raise InvalidResponse(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,8 +1,11 @@
 """Kubernetes provider against an API server with faults. The Pods of most tests are never started, which is fast."""
 
 import json
+import random
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from uuid import uuid4
 
 import pytest
 
@@ -13,7 +16,7 @@ from sandboxes.providers.errors import CapacityPending, FailureCause, Missing, N
 from sandboxes.providers.kubernetes import api_client, pods, readiness
 from sandboxes.providers.kubernetes.errors import build_error
 from tests.conftest import NOW
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FOREIGN_ANSWERS, Fault
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FOREIGN_ANSWERS, UNREADABLE_ANSWERS, Fault, distort
 from tests.emulators.kubernetes.api.resources import PODS, QUOTAS, SECRETS
 from tests.emulators.kubernetes.faults import (
     IMAGE_PULL,
@@ -175,6 +178,42 @@ def test_answer_of_another_server_neither_ends_a_sandbox_nor_confirms_its_end(cl
     provider.destroy(spec.name)
     with pytest.raises(Missing):
         provider.inspect(spec.name)
+
+
+def test_answer_that_cannot_be_read_is_unavailable_at_every_verb(cluster, provider, spec):
+    calls = {
+        "create": lambda: provider.create(replace(spec, name=f"lhp-{uuid4().hex[:12]}")),
+        "inspect": lambda: provider.inspect(spec.name), "list": lambda: provider.list(spec.owner),
+        "list all": provider.list_all, "identity": provider.engine_id, "stats": lambda: provider.stats(spec.name),
+        "kill": lambda: provider.kill(spec.name, "mark"), "quotas": provider.read_quotas,
+        "resume": lambda: provider.resume(spec.name),
+        "problems": provider.find_setup_problems, "find exec": lambda: provider.find_exec(spec.name, "mark"),
+        "ready": lambda: provider.wait_ready(spec.name, timeout=timedelta(seconds=0.2)),
+        "destroy": lambda: provider.destroy("lhp-absent"),
+    }  # fmt: skip
+    provider.create(spec)
+    generator = random.Random(7)
+    answers = [*UNREADABLE_ANSWERS.values(), *[distort(generator)] * 4]
+    raised, landed = [], 0
+    for verb, call in calls.items():
+        cluster.emulator.requests.clear()
+        with suppress(Unavailable):
+            call()
+        for number in range(min(len(cluster.emulator.requests), 4)):
+            for each in answers:
+                fault = Fault("^(GET|POST|DELETE) /api/v1/(namespaces|apis)", each, skip=number)
+                cluster.emulator.faults[:] = [fault]
+                try:
+                    call()
+                except (Unavailable, Rejected, Missing):
+                    pass
+                except Exception as error:  # all are to be reported
+                    raised.append((verb, number, each, repr(error)[:200]))
+                landed += fault.times == 0
+    cluster.emulator.faults.clear()
+    assert raised == []
+    assert landed > 200
+    assert provider.inspect(spec.name).name == spec.name
 
 
 def test_create_in_a_namespace_that_does_not_exist_is_rejected(cluster, spec, monkeypatch):

@@ -15,6 +15,7 @@ from sandboxes.providers.base import GatewayAccess
 from sandboxes.providers.errors import CapacityPending, FailureCause, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import api_client, pods, readiness
 from sandboxes.providers.kubernetes.errors import build_error
+from sandboxes.providers.remote.errors import MAX_RETRY_AFTER_SECONDS
 from tests.conftest import NOW
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FOREIGN_ANSWERS, UNREADABLE_ANSWERS, Fault, distort
 from tests.emulators.kubernetes.api.resources import PODS, QUOTAS, SECRETS
@@ -130,6 +131,12 @@ def test_too_many_requests_states_when_to_try_again(cluster, provider, spec):
     with pytest.raises(Unavailable) as raised:
         provider.create(spec)
     assert (raised.value.cause, raised.value.retry_after) == (FailureCause.RATE_LIMITED, 1)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_time_to_retry_after_is_bounded(status):
+    error = build_error(status, b"{}", POD_PATH, {"Retry-After": "9" * 30})
+    assert error.retry_after == MAX_RETRY_AFTER_SECONDS
 
 
 def test_missing_permission_is_rejected_and_named(cluster, spec):

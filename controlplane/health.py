@@ -104,7 +104,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     if long_calls.is_shutting_down():
         missing.append("This server is shutting down.")
     if provider.get("key_refused"):
-        missing.append(f"The provider {provider['name']} refuses the API key.")
+        since = f" since {refused_at:%Y-%m-%d %H:%M} UTC" if (refused_at := provider_probe.refused_at) else ""
+        missing.append(f"The provider {provider['name']} refuses the API key{since}.")
     elif not provider["answers"]:
         missing.append(f"The provider {provider['name']} does not respond.")
     if not has_queue:
@@ -294,17 +295,27 @@ class ProviderProbe:
     lock: Lock = field(default_factory=Lock)
     queried_at: float = 0.0
     query: Future[dict[str, Any]] | None = None
+    refused_at: datetime | None = None  # first of the refusals of the API key in a row that this process has seen
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "health"))
 
     def get_status(self) -> dict[str, Any]:
         with self.lock:
             if self.query is None or (self.query.done() and time.monotonic() - self.queried_at > PROBE_CACHE_SECONDS):
-                self.query, self.queried_at = self.threads.submit(query_provider), time.monotonic()
+                self.query, self.queried_at = self.threads.submit(self.query_and_note), time.monotonic()
             query = self.query
         try:
             return query.result(timeout=PROBE_TIMEOUT_SECONDS)
         except TimeoutError:
             return {"name": settings.SANDBOX_PROVIDER, "isolated": None, "answers": False}
+
+    def query_and_note(self) -> dict[str, Any]:
+        """Query the provider, and note since when it refuses the API key."""
+        status = query_provider()
+        if not status.get("key_refused"):
+            self.refused_at = None
+        elif self.refused_at is None:
+            self.refused_at = database_time.now()
+        return status
 
 
 def query_provider() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 from django.db import transaction
-from django.db.models import DateTimeField, F, Q, QuerySet, Value
+from django.db.models import DateTimeField, F, QuerySet, Value
 from django.db.models.functions import Coalesce
 
 from sandboxes.claims import KILL_GRACE
@@ -29,7 +29,7 @@ from sandboxes.engine_turns import Engine, EngineTurns, list_by_engine
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox, SandboxState
-from sandboxes.models.processes import Process, ProcessStatus, RestartPolicy
+from sandboxes.models.processes import MAY_RESTART, Process, ProcessStatus, RestartPolicy
 from sandboxes.providers.base import Provider
 from sandboxes.providers.command_results import ProcessState
 from sandboxes.providers.errors import ProviderError, Rejected, StartKilled
@@ -254,8 +254,7 @@ def forbid(process: Process, *, now: datetime) -> None:
 
 def forget_restarts(processes: QuerySet[Process]) -> int:
     """Give up the restarts of these processes, and delete their variables. Return the number of changed rows."""
-    kept = Q(restart_at__isnull=False) | Q(wake_pending=True) | Q(sealed_env__isnull=False)
-    return processes.filter(kept, ended_at__isnull=False).update(restart_at=None, wake_pending=False, sealed_env=None)
+    return processes.filter(MAY_RESTART).update(restart_at=None, wake_pending=False, sealed_env=None)
 
 
 def reencrypt_env() -> encryption.ReencryptionResult[Process]:

@@ -148,7 +148,7 @@ async def _read_json(request: web.Request) -> dict[str, Any]:
     """Return the object in the body. Raise HTTPBadRequest, or HTTPRequestEntityTooLarge."""
     try:
         content = await request.json()
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise web.HTTPBadRequest from None
     if not isinstance(content, dict) or not isinstance(content.get("results", []), list):
         raise web.HTTPBadRequest

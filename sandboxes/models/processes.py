@@ -26,6 +26,10 @@ class RestartPolicy(models.TextChoices):
     ALWAYS = "always"
 
 
+# Of an ended process: a restart is due, follows the next wake, or has variables.
+MAY_RESTART = Q(Q(restart_at__isnull=False) | Q(wake_pending=True) | Q(sealed_env__isnull=False), ended_at__isnull=False)
+
+
 class Process(models.Model):
     """One background process of a holder. It ends with its sandbox, and does not delay an eviction.
 
@@ -88,6 +92,7 @@ class Process(models.Model):
             models.Index(fields=["sandbox"], condition=Q(ended_at__isnull=True), name="process_running"),
             models.Index(fields=["restart_at"], condition=Q(restart_at__isnull=False), name="process_restart_due"),
             models.Index(fields=["holder"], condition=Q(wake_pending=True), name="process_wake_pending"),
+            models.Index(fields=["holder"], condition=MAY_RESTART, name="process_may_restart"),
         ]
 
     @property

@@ -86,6 +86,7 @@ class Snapshot(models.Model):
             models.Index(fields=["id"], condition=Q(metered=False), name="snapshot_unmetered"),
             models.Index(fields=["at"], condition=~Q(vendor_snapshot=""), name="snapshot_at_vendor"),
             models.Index(fields=["forgotten_at"], condition=Q(forgotten_at__isnull=False), name="snapshot_forgotten"),
+            models.Index(fields=["at"], condition=Q(forgotten_at__isnull=True), name="snapshot_stored"),
         ]
 
     def __str__(self) -> str:

@@ -16,11 +16,14 @@ from itertools import islice
 from threading import Lock
 from typing import BinaryIO, Generic, TypeVar
 
-from sandboxes.redaction.texts import redact
+from sandboxes.redaction.texts import quote_answer, redact
+from sandboxes.unreadable_answers import guard_reads
 
 CHUNK_BYTES = 1 << 20
 MAX_PAGE_SIZE = 1000  # keys per listing
 T = TypeVar("T")
+Store = TypeVar("Store", bound="KeyValueStore")
+GUARDED_METHODS = ("get", "set", "remove", "has", "page", "remove_many")
 
 
 FindKept = Callable[[Collection[str]], set[str]]
@@ -47,6 +50,20 @@ class StoreRefused(StoreError):
     """The key or value violates a limit of this backend; repeating the call does not help."""
 
     code = "store_refused"
+
+
+def guard_answers(store_class: type[Store]) -> type[Store]:
+    """Let a store raise StoreError for an answer of its server that cannot be read. For the class of each remote store.
+
+    `upload` and `download` are not guarded: they also raise exceptions of the file that the caller has passed."""
+
+    def build_error(subject: str, error: Exception) -> StoreError:
+        method, _, key = subject.partition(" of ")
+        reason = f"unexpected answer of the server: {type(error).__name__}: {quote_answer(error)}"
+        return StoreError(store_class.name, method, reason, key=key)
+
+    guard_reads(store_class, GUARDED_METHODS, known=(StoreError,), build_error=build_error)
+    return store_class
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from sandboxes.storage.base import (
     RemainderReader,
     StoreError,
     StoreRefused,
+    guard_answers,
 )
 
 DEFAULT_API_URL = "https://api.cloudflare.com/client/v4"
@@ -34,6 +35,7 @@ MIN_PAGE_SIZE = 10  # smallest number of keys per listing that the API accepts
 RETRY_DEADLINE_SECONDS = 30.0  # after the start of a call, no further attempt begins
 
 
+@guard_answers
 class CloudflareKVStore(KeyValueStore):
     name = "cloudflare_kv"
     max_value_bytes = 25 << 20
@@ -149,14 +151,15 @@ class CloudflareKVStore(KeyValueStore):
             raise StoreError(self.name, method, "the response is not a list of keys", key=prefix) from None
 
     def _json(self, method: str, key: str, verb: str, path: str, **options: Any) -> dict[str, Any]:
-        return self._envelope(method, key, verb, path, **options).get("result") or {}
+        result = self._envelope(method, key, verb, path, **options).get("result")
+        return result if isinstance(result, dict) else {}
 
     def _envelope(self, method: str, key: str, verb: str, path: str, **options: Any) -> dict[str, Any]:
         response = self._call(method, key, verb, path, **options)
         self._check(method, key, response)
         try:
             envelope = response.json()
-        except requests.JSONDecodeError:
+        except (ValueError, RecursionError):
             envelope = None
         if not isinstance(envelope, dict) or envelope.get("success") is not True:
             raise StoreError(self.name, method, "the response is not a result of the API", key=key)
@@ -229,5 +232,5 @@ def _error_codes(response: requests.Response) -> list[int]:
     """Return the error codes of a response envelope."""
     try:
         return [int(error["code"]) for error in response.json()["errors"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []

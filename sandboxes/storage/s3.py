@@ -29,6 +29,7 @@ from sandboxes.storage.base import (
     RemainderReader,
     StoreError,
     StoreRefused,
+    guard_answers,
 )
 
 PART_BYTES = 8 << 20  # R2 requires all parts but the last to have the same size
@@ -37,6 +38,7 @@ CLOCK_ERROR_CODES = {"RequestTimeTooSkewed", "RequestExpired"}
 AUTH_ERROR_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"}
 
 
+@guard_answers
 class S3Store(KeyValueStore):
     name = "s3"
 

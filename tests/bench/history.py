@@ -21,12 +21,17 @@ IN_GAME = {**HELD, "environment_id": "'game-' || n / 10"}
 
 
 def fill(pool: Pool, runs: int, *, now: datetime) -> None:
+    """Insert a history, and prepare the tables as autovacuum does."""
+    insert_history(pool, runs, now=now)
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE")
+
+
+def insert_history(pool: Pool, runs: int, *, now: datetime) -> None:
     """Insert ended leases with `runs` runs in all, evenly over the last DAYS days. On PostgreSQL."""
     leases = runs // RUNS_PER_LEASE
     _insert_leases(pool, leases, _build_start(leases, now))
     _insert_facts(leases, _build_start(leases, now))
-    with connection.cursor() as cursor:
-        cursor.execute("VACUUM ANALYZE")
 
 
 def _build_start(leases: int, now: datetime) -> str:

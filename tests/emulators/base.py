@@ -1,10 +1,12 @@
 """Interface of the vendor emulators: fault switches, and machines that execute for real."""
 
+import json
+import random
 import re
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,18 +38,66 @@ FOREIGN_ANSWERS = {
     "other service": ForeignAnswer(200, b"{}", "application/json"),
     "nothing": ForeignAnswer(204),
 }
+JSON = "application/json"
+UNREADABLE_ANSWERS = {  # with the status of a success
+    "page": ForeignAnswer(200, LOGIN_PAGE.body),
+    "page as JSON": ForeignAnswer(200, LOGIN_PAGE.body, JSON),
+    "empty": ForeignAnswer(200, b"", JSON),
+    "truncated": ForeignAnswer(200, b'{"id": "box", "sta', JSON),
+    "object": ForeignAnswer(200, b"{}", JSON),
+    "list": ForeignAnswer(200, b"[]", JSON),
+    "list of objects": ForeignAnswer(200, b'[{"id": "box"}]', JSON),
+    "null": ForeignAnswer(200, b"null", JSON),
+    "number": ForeignAnswer(200, b"1e999", JSON),
+    "text": ForeignAnswer(200, b'"started"', JSON),
+    "nested": ForeignAnswer(200, b"[" * 100_000, JSON),
+    "not UTF-8": ForeignAnswer(200, b'{"id": "\xff\xfe"}', JSON),
+}
+DAMAGED_MESSAGE = ForeignAnswer(200, b"\0\0\0\0\3\xff\xff\xff", "application/grpc")  # of gRPC, with its frame
+WRONG_VALUES = (None, [], {}, [None], 1e999, -1, True, "")
+
+
+def distort(generator: random.Random) -> Callable[[bytes], bytes]:
+    """Return a function that replaces or removes one value of a JSON document, and cuts off any other text."""
+
+    def change(body: bytes) -> bytes:
+        try:
+            document = json.loads(body)
+        except ValueError:
+            return body[: len(body) // 2]
+        places = [*_iterate_places(document)]
+        if not places:
+            return json.dumps(generator.choice(WRONG_VALUES)).encode()
+        holder, key = generator.choice(places)
+        if generator.random() < 0.25:
+            del holder[key]
+        else:
+            holder[key] = generator.choice(WRONG_VALUES)
+        return json.dumps(document).encode()
+
+    return change
+
+
+def _iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the container and the key of each value within a JSON document."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield value, key
+        yield from _iterate_places(inner)
 
 
 @dataclass
 class Fault:
     """Fault of the next `times` requests whose "METHOD /path" or "RPC /Name" matches `pattern`.
 
-    `outcome` is an HTTP status, CUT_BEFORE or CUT_AFTER; None: only a delay of `seconds`."""
+    `outcome` is an HTTP status, CUT_BEFORE or CUT_AFTER, an answer that is given in place of the vendor's, or a function that
+    changes the body of the vendor's answer; None: only a delay of `seconds`. The first `skip` requests are spared."""
 
     pattern: str
-    outcome: int | str | None = None
+    outcome: int | str | ForeignAnswer | Callable[[bytes], bytes] | None = None
     times: int = 1
     seconds: float = 0.0
+    skip: int = 0
 
 
 class FaultInjection:
@@ -64,6 +114,9 @@ class FaultInjection:
         with self.lock:
             self.requests.append(line)
             fault = next((fault for fault in self.faults if fault.times > 0 and re.search(fault.pattern, line)), None)
+            if fault and fault.skip:
+                fault.skip -= 1
+                return None
             if fault:
                 fault.times -= 1
         return fault

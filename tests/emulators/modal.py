@@ -190,13 +190,15 @@ class ModalEmulator(Emulator):
             if fault:
                 await asyncio.sleep(fault.seconds)
                 outcome = fault.outcome
-            if self.foreign_answer:
-                await _answer_in_http(stream, self.foreign_answer)
+            if foreign := outcome if isinstance(outcome, ForeignAnswer) else self.foreign_answer:
+                await _answer_in_http(stream, foreign)
                 return
             if isinstance(outcome, int):
                 raise GRPCError(STATUSES.get(outcome, Status.UNKNOWN), "fault")
             if outcome != CUT_BEFORE:
                 self._authorize(event.method_name, event.metadata)
+                if callable(outcome):
+                    stream = _WithOtherAnswer(stream)
                 await serve(_WithoutAnswer(stream) if outcome == CUT_AFTER else stream)
             if outcome in (CUT_BEFORE, CUT_AFTER):
                 stream._stream._transport.abort()
@@ -315,6 +317,16 @@ class _WithoutAnswer:
 
     async def send_message(self, message: object) -> None:
         return
+
+
+class _WithOtherAnswer:
+    """Stream of a request whose answer has no fields, as that of a service of an older version."""
+
+    def __init__(self, stream: Any) -> None:
+        self.recv_message, self.metadata, self._send = stream.recv_message, stream.metadata, stream.send_message
+
+    async def send_message(self, message: Any) -> None:
+        await self._send(type(message)())
 
 
 async def _answer_in_http(stream: Any, answer: ForeignAnswer) -> None:

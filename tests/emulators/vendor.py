@@ -146,6 +146,8 @@ class VendorEmulator(ThreadingHTTPServer, Emulator):
             time.sleep(fault.seconds)
             if isinstance(fault.outcome, int):
                 return as_json(self.rejection(fault.outcome, "fault"), fault.outcome), None
+            if isinstance(fault.outcome, ForeignAnswer):
+                return _as_foreign(fault.outcome), None
             if fault.outcome == CUT_BEFORE:
                 return Response(), fault
         if not self.is_authorized(request):
@@ -154,7 +156,10 @@ class VendorEmulator(ThreadingHTTPServer, Emulator):
             if method == request.method and (match := pattern.fullmatch(request.path)):
                 request.groups = match.groups()
                 try:
-                    return handler(request), fault if fault and fault.outcome == CUT_AFTER else None
+                    response = handler(request)
+                    if fault and callable(fault.outcome) and not (response.stream or response.websocket):
+                        response.body = fault.outcome(response.body)
+                    return response, fault if fault and fault.outcome == CUT_AFTER else None
                 except Rejected as rejected:
                     return as_json(rejected.body, rejected.status), None
         return _as_foreign(NOT_FOUND_PAGE), None

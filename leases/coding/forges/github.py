@@ -15,6 +15,7 @@ from leases.service_urls import join_url
 from sandboxes import http_calls
 from sandboxes.http_calls import CallFailed
 from sandboxes.redaction.texts import quote_answer
+from sandboxes.unreadable_answers import guard_reads
 
 TIMEOUT_SECONDS = 30.0  # of one request and its answer
 LIST_SECONDS = 100.0  # of all pages of a list: two lists and two requests are within pull_requests.POLL_CLAIM
@@ -22,6 +23,11 @@ PAGE_SIZE = 50
 MAX_PAGES = 20  # newest pull requests first
 RATE_LIMITED = (403, 429)  # GitHub's secondary limit answers 403
 EXISTS = (409, 422)
+
+
+def _build_unreadable(operation: str, error: Exception) -> ForgeError:
+    text = f"{operation}: The answer is not as expected: {type(error).__name__}: {quote_answer(error)}"
+    return ForgeError(text, retryable=True)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class GitHubForge:
                     "per_page": PAGE_SIZE, "limit": PAGE_SIZE, "page": page,
                 },
             )  # fmt: skip
+            if not isinstance(rows, list):
+                raise ValueError("The answer is not a list.")
             yield from rows
             if len(rows) < PAGE_SIZE:
                 return
@@ -95,7 +103,13 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CallFailed) else "The answer is not JSON."
 
 
+guard_reads(GitHubForge, ("open_pull_request", "pull_request"), known=(ForgeError,), build_error=_build_unreadable)
+
+
 def _read_pull_request(row: dict[str, Any]) -> PullRequest:
+    """Raise an exception of any kind for a row of another form."""
+    if type(row["number"]) is not int or not 0 < row["number"] < 1 << 31 or not isinstance(row["html_url"], str):
+        raise ValueError("a pull request without a number or a URL")
     merged = bool(row.get("merged") or row.get("merged_at"))
     state: State = "merged" if merged else "closed" if row["state"] == "closed" else "open"
-    return PullRequest(row["number"], row["html_url"], state, (row.get("merge_commit_sha") or "") if merged else "")
+    return PullRequest(row["number"], row["html_url"], state, str(row.get("merge_commit_sha") or "")[:64] if merged else "")

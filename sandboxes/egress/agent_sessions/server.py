@@ -119,7 +119,7 @@ class AgentSessionServer:
             content = await request.json()
             digest = str(content["session_sha256"])
             joined = await self.database.run(gateway_tokens.join, read_bearer(request), digest, now=self.now())
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return build_error_response(400, "invalid_request", "session_sha256 must be a SHA-256 in hexadecimal.")
         except DatabaseError as error:
             return _build_unavailable(error)

@@ -25,15 +25,16 @@ import requests
 from django.conf import settings
 
 from sandboxes.answer_limits import limit_session
+from sandboxes.providers.answer_guard import guard_answers, translate_answer
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
-from sandboxes.providers.errors import FailureCause, Missing, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, NoCapacity, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration
 from sandboxes.providers.remote.errors import (
     ErrorForm,
     NotFound,
     raise_for_answer,
     raise_for_transport,
-    translate_parser_errors,
+    read_retry_after,
 )
 from sandboxes.providers.remote.labels import require_owner
 from sandboxes.providers.remote.lifecycle import Pause
@@ -46,9 +47,11 @@ CONNECT_TIMEOUT_SECONDS = 10.0
 OWNER_FILE = "owner.json"  # in the tool directory: name, owner and time of creation
 NO_OWNER = "leasehold: no owner"
 MAX_ANSWER_BYTES = 64 << 20
+CAPACITY_EXCEEDED = "(capacity_exceeded)"  # code of a pool without a free place
 MAX_OUTPUT_BYTES = 8 << 20  # of one exec, of which a response of the runner is a part
 
 
+@guard_answers
 class CloudflareProvider(RemoteProvider):
     """Provider for one bridge: CLOUDFLARE_SANDBOX_URL, CLOUDFLARE_SANDBOX_API_KEY."""
 
@@ -89,9 +92,8 @@ class CloudflareProvider(RemoteProvider):
         if output.strip() == NO_OWNER:
             text = f"The bridge has no sandbox {ref}, or an empty one in its place."
             raise NotFound(text, cause=FailureCause.ENGINE_ERROR)
-        with translate_parser_errors(ref):
-            stated = json.loads(output)
-            return {key: str(stated[key]) for key in ("name", "owner", "created_at")}
+        stated = json.loads(output)
+        return {key: str(stated[key]) for key in ("name", "owner", "created_at")}
 
     def _is_listed(self, ref: str) -> bool:
         """Return False, and raise Unavailable unless the bridge itself answers: it cannot list."""
@@ -108,7 +110,10 @@ class CloudflareProvider(RemoteProvider):
             except Unavailable as error:
                 if error.cause not in TRANSIENT_CAUSES:
                     raise
-                pause.wait(f"{ref} is not ready in time: {error}")
+                try:
+                    pause.wait(f"{ref} is not ready in time: {error}")
+                except Unavailable as late:
+                    raise _build_full(error) if isinstance(error, NoCapacity) else late from error
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
         self._get(ref)  # `create` has waited
@@ -131,8 +136,7 @@ class CloudflareProvider(RemoteProvider):
         except Missing:
             self.destroy(ref)  # the question has started a container
             raise
-        with translate_parser_errors(ref):
-            return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
+        return ProviderSandbox(ref=ref, name=ref, running=True, created_at=datetime.fromisoformat(owner["created_at"]))
 
     def _discard_empty(self, ref: str) -> None:
         self.destroy(ref)
@@ -200,10 +204,18 @@ def _collect_output(ref: str, response: requests.Response) -> str:
     raise Unavailable(f"{ref}: the stream ended without a result", cause=FailureCause.ENGINE_UNREACHABLE)
 
 
+def _build_full(last: NoCapacity) -> NoCapacity:
+    error = NoCapacity(f"no free place until the deadline: {last}", cause=FailureCause.NO_CAPACITY)
+    error.retry_after = last.retry_after
+    return error
+
+
 def _require_status(response: requests.Response, subject: str, expected: int) -> None:
     """Raise the error of an answer that has another status than a success has."""
-    if response.status_code == 503:  # capacity_exceeded
-        raise Unavailable(f"{subject}: {quote_answer(response.text)}", cause=FailureCause.RATE_LIMITED)
+    if response.status_code == 503 and (ERRORS.read(response.text) or "").endswith(CAPACITY_EXCEEDED):
+        error = NoCapacity(f"{subject}: {quote_answer(response.text)}", cause=FailureCause.RATE_LIMITED)
+        error.retry_after = read_retry_after(response.headers.get("Retry-After", ""))
+        raise error  # for a moment, unless it stays so until the deadline of a start
     if response.status_code != expected:
         raise_for_answer(ERRORS, subject, response.status_code, response.text, response.headers)
 
@@ -224,8 +236,8 @@ def _create_session(configuration: RemoteConfiguration) -> requests.Session:
 
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        with translate_parser_errors(subject):
+    with translate_answer(subject):
+        try:
             yield
-    except requests.RequestException as error:
-        raise_for_transport(subject, error, is_timeout=isinstance(error, requests.Timeout))
+        except requests.RequestException as error:
+            raise_for_transport(subject, error, is_timeout=isinstance(error, requests.Timeout))

@@ -35,6 +35,7 @@ from daytona_toolbox_api_client.exceptions import ApiException as ToolboxExcepti
 from django.conf import settings
 
 from sandboxes.answer_limits import limit_answers
+from sandboxes.providers.answer_guard import guard_answers, translate_answer
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
 from sandboxes.providers.daytona.snapshots import SnapshotBuilds
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
@@ -45,7 +46,6 @@ from sandboxes.providers.remote.errors import (
     NotFound,
     raise_for_answer,
     raise_for_transport,
-    translate_parser_errors,
 )
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
@@ -68,6 +68,7 @@ ERRORS = ErrorForm(absence=re.compile(r"(?i)\b(?:sandbox|snapshot)\b.*\bnot foun
 STARTABLE = {SandboxState.STOPPED, SandboxState.ARCHIVED}
 
 
+@guard_answers
 class DaytonaProvider(ImageBuildingProvider):
     """Provider for one organization at Daytona: DAYTONA_API_KEY, DAYTONA_API_URL."""
 
@@ -172,17 +173,14 @@ class DaytonaProvider(ImageBuildingProvider):
             self._api.delete_sandbox(ref, _request_timeout=CALL_TIMEOUT_SECONDS)
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with translate_parser_errors(ref):
-            return _to_sandbox(self._get(ref))
+        return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
-        with translate_parser_errors(LISTING):
-            return [_to_sandbox(found) for found in self._iter_listed(labels=None) if OWNER_LABEL in found.labels]
+        return [_to_sandbox(found) for found in self._iter_listed(labels=None) if OWNER_LABEL in found.labels]
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         listed = self._iter_listed(labels=json.dumps({OWNER_LABEL: owner}))
-        with translate_parser_errors(LISTING):
-            return [_to_sandbox(found) for found in listed if found.labels.get(OWNER_LABEL) == owner]
+        return [_to_sandbox(found) for found in listed if found.labels.get(OWNER_LABEL) == owner]
 
     def _iter_listed(self, *, labels: str | None) -> Iterator[SandboxListItem]:
         """Yield the sandboxes of all pages that are not gone, of all labels or of these."""
@@ -281,15 +279,15 @@ def _build_network(network: Network) -> dict[str, Any]:
 
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        with translate_parser_errors(subject):
+    with translate_answer(subject):
+        try:
             yield
-    except (ApiException, ToolboxException) as error:
-        if not error.status:
-            raise_for_transport(subject, error)
-        raise_for_answer(ERRORS, subject, error.status, str(error.body or error.reason), error.headers)
-    except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise_for_transport(subject, error, is_timeout=isinstance(error, urllib3.exceptions.TimeoutError))
+        except (ApiException, ToolboxException) as error:
+            if not error.status:
+                raise_for_transport(subject, error)
+            raise_for_answer(ERRORS, subject, error.status, str(error.body or error.reason), error.headers)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise_for_transport(subject, error, is_timeout=isinstance(error, urllib3.exceptions.TimeoutError))
 
 
 def _require(answer: Result | None) -> Result:

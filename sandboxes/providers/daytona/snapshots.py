@@ -10,6 +10,7 @@ from daytona_api_client import CreateBuildInfo, CreateSnapshot, SnapshotDto, Sna
 from daytona_api_client.exceptions import ApiException
 from django.conf import settings
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.errors import Missing
 from sandboxes.providers.remote.errors import NotFound
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds, cut_log
@@ -23,6 +24,7 @@ STATES = {
 TranslateErrors = Callable[[str], AbstractContextManager[None]]
 
 
+@guard_methods("find", "start", "look", "remove")
 class SnapshotBuilds(VendorBuilds):
     """Builds of snapshots by one organization."""
 

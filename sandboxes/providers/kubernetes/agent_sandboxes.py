@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
 from sandboxes.providers.kubernetes.api_client import build_path
@@ -28,6 +29,7 @@ SUPPORTED_VERSIONS = ("v1beta1",)  # of the group; the newest first
 POD_TIMEOUT_SECONDS = 20.0  # for the controller to make the Pod
 
 
+@guard_methods("list_sandboxes", "object_path")
 class SandboxObjectClient(PodClient):
     """Pods that belong to Sandbox objects of the same name."""
 

@@ -18,6 +18,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.providers.kubernetes.configuration import SERVICE_HOST_VARIABLE
 from sandboxes.providers.kubernetes.errors import Expired, build_error
@@ -56,6 +57,7 @@ class TokenBucket:
             self._sleep(wait)
 
 
+@guard_methods("call", "fetch", "list_with_version", "read", "watch")
 class ApiClient:
     """Calls of one process to one cluster. No call is repeated here."""
 
@@ -184,7 +186,9 @@ class ApiClient:
         continuation = ""
         while True:
             page = self.call("GET", path, query={**query, **({"continue": continuation} if continuation else {})})
-            if not str(page.get("kind")).endswith("List") or not isinstance(page.get("items") or [], list):
+            items = page.get("items") or []
+            is_list = str(page.get("kind")).endswith("List") and isinstance(items, list)
+            if not is_list or not all(isinstance(each, dict) for each in items):
                 raise Unavailable(f"{path}: the answer is not a list.", cause=FailureCause.ENGINE_ERROR)
             yield page
             continuation = (page.get("metadata") or {}).get("continue") or ""

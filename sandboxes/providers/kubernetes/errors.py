@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from urllib.parse import unquote
 
 from sandboxes.providers.errors import FailureCause, Missing, NoCapacity, ProviderError, Rejected, Unavailable
+from sandboxes.providers.remote.errors import read_retry_after
 from sandboxes.redaction.texts import quote_answer
 
 
@@ -43,11 +44,9 @@ def build_error(status: int, content: bytes, subject: str, headers: Mapping[str,
     if status == 401:
         return Unavailable(text, cause=FailureCause.CREDENTIALS_REFUSED)
     if status == 429:
-        error = Unavailable(text, cause=FailureCause.RATE_LIMITED)
-        error.retry_after = _read_seconds(headers.get("Retry-After", ""))
-        return error
+        return _with_time(Unavailable(text, cause=FailureCause.RATE_LIMITED), headers)
     if not 400 <= status < 500 or status == 408:
-        return Unavailable(text, cause=FailureCause.ENGINE_ERROR)
+        return _with_time(Unavailable(text, cause=FailureCause.ENGINE_ERROR), headers)
     return Rejected(text, cause=FailureCause.CREDENTIALS_REFUSED if status == 403 else None)
 
 
@@ -73,5 +72,6 @@ def _states_absence(content: bytes, path: str) -> bool:
     return found == ("Status", "NotFound", *parts[-2:])
 
 
-def _read_seconds(text: str) -> int | None:
-    return max(int(text), 1) if text.isascii() and text.isdigit() else None
+def _with_time(error: Unavailable, headers: Mapping[str, str]) -> Unavailable:
+    error.retry_after = read_retry_after(headers.get("Retry-After", ""))
+    return error

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.base import ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Rejected, Unavailable
 from sandboxes.providers.kubernetes import endings
@@ -37,6 +38,7 @@ NO_REASON_LEFT = endings.Ending(FailureCause.REMOVED, "its Pod is gone, and no r
 POLL_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
+@guard_methods("create", "destroy", "list_events", "list_sandboxes", "read", "read_live", "read_own")
 class PodClient:
     """Pods and Secrets of sandboxes in the namespace of the configuration."""
 

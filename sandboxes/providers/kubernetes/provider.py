@@ -23,6 +23,7 @@ from sandboxes.providers.agent.commands import AgentCommandProvider
 from sandboxes.providers.agent.files import AgentFilesProvider
 from sandboxes.providers.agent.liveness import AgentLivenessProvider
 from sandboxes.providers.agent.processes import AgentProcessesProvider
+from sandboxes.providers.answer_guard import guard_answers
 from sandboxes.providers.arguments import check_command
 from sandboxes.providers.base import WORKSPACE, Network, ProviderSandbox, ResourceUsage, SandboxSpec
 from sandboxes.providers.command_results import ExecResult, ExecState, OutputView
@@ -51,6 +52,7 @@ HOME = f"{WORKSPACE}/.home"
 KILL_ALL_SCRIPT = "import os, signal; os.kill(-1, signal.SIGKILL)"  # all but process 1 and the script itself
 
 
+@guard_answers
 class PodCommandProvider(AgentCommandProvider, ABC):
     """Command verbs of KubernetesProvider: by the agent alone."""
 
@@ -155,6 +157,7 @@ class PodCommandProvider(AgentCommandProvider, ABC):
             raise Unavailable(f"The processes of exec {mark} in {ref} could not be killed.")
 
 
+@guard_answers
 class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesProvider, AgentLivenessProvider):
     """Provider for one namespace of a cluster: LEASEHOLD_KUBERNETES_NAMESPACE."""
 

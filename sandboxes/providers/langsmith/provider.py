@@ -26,6 +26,7 @@ from langsmith.sandbox import (
 from langsmith.sandbox import Sandbox as VendorSandbox
 
 from sandboxes.answer_limits import limit_transport
+from sandboxes.providers.answer_guard import guard_answers, translate_answer
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec, VendorIntervals
 from sandboxes.providers.errors import FailureCause, ProviderError, Rejected, Unavailable
 from sandboxes.providers.langsmith.snapshots import SnapshotBuilds
@@ -35,7 +36,6 @@ from sandboxes.providers.remote.errors import (
     NotFound,
     raise_for_answer,
     raise_for_transport,
-    translate_parser_errors,
 )
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import OWNER_LABEL, build_labels, require_owner
@@ -50,6 +50,7 @@ NO_SANDBOX = "leasehold-none"  # name of no sandbox, because it has no id
 NO_HOST = "none.invalid"  # never resolves (RFC 6761). The effect of an empty list is not documented
 
 
+@guard_answers
 class LangSmithProvider(ImageBuildingProvider):
     """Provider for one workspace of LangSmith: LANGSMITH_API_KEY, LANGSMITH_ENDPOINT."""
 
@@ -135,16 +136,14 @@ class LangSmithProvider(ImageBuildingProvider):
             self._client.delete_sandbox(ref)
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with translate_parser_errors(ref):
-            return _to_sandbox(self._get(ref))
+        return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
         with _translate_errors("the list of sandboxes"):
             found = self._client.list_sandboxes()
         if not found:
             self._require_vendor()
-        with translate_parser_errors("the list of sandboxes"):
-            return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
+        return [_to_sandbox(sandbox) for sandbox in found if OWNER_LABEL in (sandbox.labels or {})]
 
     def _require_vendor(self) -> None:
         """Raise Unavailable unless the vendor answers: the client takes an object of any form for an empty list."""
@@ -224,18 +223,20 @@ ERRORS = ErrorForm(re.compile(r"(?i)\b(?:sandbox|snapshot)\b.*\bnot found\b"), _
 
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        with translate_parser_errors(subject):
+    with translate_answer(subject):
+        try:
             yield
-    except (CommandTimeoutError, ResourceTimeoutError) as error:
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.TIMEOUT) from error
-    except (SandboxConnectionError, httpx2.TransportError, OSError) as error:
-        raise_for_transport(subject, error, is_timeout=isinstance(error, httpx2.TimeoutException))
-    except (SandboxClientError, httpx2.HTTPError) as error:
-        answered = error if isinstance(error, httpx2.HTTPStatusError) else error.__cause__
-        if isinstance(answered, httpx2.HTTPStatusError):  # the client's own errors do not state the form of the answer
-            raise_for_answer(ERRORS, subject, answered.response.status_code, answered.response.text, answered.response.headers)
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
+        except (CommandTimeoutError, ResourceTimeoutError) as error:
+            raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.TIMEOUT) from error
+        except (SandboxConnectionError, httpx2.TransportError, OSError) as error:
+            raise_for_transport(subject, error, is_timeout=isinstance(error, httpx2.TimeoutException))
+        except (SandboxClientError, httpx2.HTTPError) as error:
+            answered = error if isinstance(error, httpx2.HTTPStatusError) else error.__cause__
+            if isinstance(answered, httpx2.HTTPStatusError):  # the client's own errors do not state the form of the answer
+                raise_for_answer(
+                    ERRORS, subject, answered.response.status_code, answered.response.text, answered.response.headers
+                )
+            raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
 
 
 def _to_sandbox(found: VendorSandbox) -> ProviderSandbox:

@@ -14,6 +14,7 @@ from typing import Protocol
 from django.conf import settings
 from langsmith.sandbox import ResourceCreationError, ResourceTimeoutError, SandboxClient, Snapshot
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.base import WORKSPACE, ProviderSandbox
 from sandboxes.providers.command_results import ProcessOutput, ProcessState
 from sandboxes.providers.errors import Missing, ProviderError, Unavailable
@@ -66,6 +67,7 @@ class Sandboxes(Protocol):
     def log(self, ref: str, mark: str, *, start: int, length: int) -> ProcessOutput: ...
 
 
+@guard_methods("find", "start", "look", "remove")
 class SnapshotBuilds(VendorBuilds):
     """Builds of snapshots in one workspace. The cursor of a build is its name; its id is the builder's until the capture."""
 

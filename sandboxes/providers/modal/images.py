@@ -13,6 +13,7 @@ import modal
 from modal._utils.async_utils import synchronize_api
 from modal_proto import api_pb2
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds
 
 JOIN_SECONDS = 5.0  # for which one call waits for output
@@ -34,6 +35,7 @@ class Connection(Protocol):
     async def look_up_app(self) -> modal.App: ...
 
 
+@guard_methods("find", "start", "look", "remove")
 class ImageBuilds(VendorBuilds):
     """Builds of images by one environment. `call` awaits a coroutine with a time limit and translates its errors."""
 

@@ -28,6 +28,7 @@ from modal import exception
 from modal.stream_type import StreamType
 from modal_proto import api_pb2
 
+from sandboxes.providers.answer_guard import guard_answers, translate_answer
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, NoCapacity, ProviderError, Rejected, Unavailable
 from sandboxes.providers.modal.images import ImageBuilds
@@ -37,7 +38,6 @@ from sandboxes.providers.remote.errors import (
     NotFound,
     raise_for_transport,
     states_quota,
-    translate_parser_errors,
 )
 from sandboxes.providers.remote.images import ImageBuildingProvider, require_image
 from sandboxes.providers.remote.labels import NAME_LABEL, OWNER_LABEL, build_labels, require_owner
@@ -61,6 +61,7 @@ MAX_CONCURRENT_CALLS = 20  # of one listing
 TIMED_OUT_CODES = (-1, 137)  # of a command at its deadline: stated by the client, or by the vendor that killed the command
 
 
+@guard_answers
 class ModalProvider(ImageBuildingProvider):
     """Provider for one environment of a workspace at Modal: MODAL_TOKEN_ID, MODAL_TOKEN_SECRET, MODAL_ENVIRONMENT."""
 
@@ -118,8 +119,7 @@ class ModalProvider(ImageBuildingProvider):
         return bool(self._call("the list of sandboxes", self._connection.list_sandboxes({NAME_LABEL: ref})))
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with translate_parser_errors(ref):
-            return _to_sandbox(self._get(ref))
+        return _to_sandbox(self._get(ref))
 
     def list_all(self) -> list[ProviderSandbox]:
         return self._call("the list of sandboxes", self._connection.list_sandboxes({}))
@@ -343,28 +343,28 @@ def _to_sandbox(tags: dict[str, str]) -> ProviderSandbox:
 
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
-    try:
-        with translate_parser_errors(subject):
+    with translate_answer(subject):
+        try:
             yield
-    except (exception.NotFoundError, exception.SandboxTerminatedError, exception.SandboxTimeoutError) as error:
-        raise NotFound(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
-    except (exception.AlreadyExistsError, exception.ConflictError) as error:
-        raise Conflict(f"{subject}: {quote_answer(error)}") from error
-    except (exception.AuthError, exception.PermissionDeniedError) as error:
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
-    except exception.ResourceExhaustedError as error:
-        if states_quota(str(error)):
-            raise NoCapacity(f"{subject}: {quote_answer(error)}", cause=FailureCause.NO_CAPACITY) from error
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
-    except exception.ImageBuildError as error:
-        raise Rejected(f"{subject}: {quote_answer(error)}", cause=FailureCause.IMAGE_UNUSABLE) from error
-    except exception.InvalidError as error:
-        raise Rejected(f"{subject}: {quote_answer(error)}") from error
-    except (exception.TimeoutError, TimeoutError) as error:
-        raise Unavailable(
-            f"{subject}: no response of the vendor in time: {quote_answer(error)}", cause=FailureCause.TIMEOUT
-        ) from error
-    except (exception.ConnectionError, StreamTerminatedError, OSError) as error:
-        raise_for_transport(subject, error)
-    except exception.Error as error:
-        raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
+        except (exception.NotFoundError, exception.SandboxTerminatedError, exception.SandboxTimeoutError) as error:
+            raise NotFound(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error
+        except (exception.AlreadyExistsError, exception.ConflictError) as error:
+            raise Conflict(f"{subject}: {quote_answer(error)}") from error
+        except (exception.AuthError, exception.PermissionDeniedError) as error:
+            raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
+        except exception.ResourceExhaustedError as error:
+            if states_quota(str(error)):
+                raise NoCapacity(f"{subject}: {quote_answer(error)}", cause=FailureCause.NO_CAPACITY) from error
+            raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
+        except exception.ImageBuildError as error:
+            raise Rejected(f"{subject}: {quote_answer(error)}", cause=FailureCause.IMAGE_UNUSABLE) from error
+        except exception.InvalidError as error:
+            raise Rejected(f"{subject}: {quote_answer(error)}") from error
+        except (exception.TimeoutError, TimeoutError) as error:
+            raise Unavailable(
+                f"{subject}: no response of the vendor in time: {quote_answer(error)}", cause=FailureCause.TIMEOUT
+            ) from error
+        except (exception.ConnectionError, StreamTerminatedError, OSError) as error:
+            raise_for_transport(subject, error)
+        except exception.Error as error:
+            raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.ENGINE_ERROR) from error

@@ -42,7 +42,7 @@ def call(path: Path, ref: str, fields: Mapping[str, Any], *, wait: float) -> dic
         raise NotConnected(f"status {response.status}")
     try:
         content = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or not isinstance(content.get("state"), str):
         raise NotConnected("invalid response")

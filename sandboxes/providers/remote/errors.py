@@ -6,8 +6,7 @@ vendor's form; any other answer is Unavailable."""
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -17,12 +16,9 @@ from sandboxes.providers.errors import FailureCause, NoCapacity, Rejected, Unava
 from sandboxes.redaction.texts import quote_answer
 
 MAX_RETRY_AFTER_SECONDS = 3600
-PARSER_ERRORS = (ValueError, AttributeError, TypeError, LookupError)  # of clients that read an answer of another form
 QUOTA_PATTERN = re.compile(
     r"(?i)\bquota\b|\blimits? (?:was |were |is |are |has been )?(?:exceeded|reached)|\bexceed\w* .*\blimit"
 )
-
-
 RATE_PATTERN = re.compile(r"(?i)\brate\b|\brequests?\b|throttl")
 
 
@@ -58,7 +54,7 @@ class ErrorForm:
         """Return the message of an answer. None: not a document of the vendor."""
         try:
             document = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return self.read_message(document) if isinstance(document, dict) else None
 
@@ -121,15 +117,3 @@ def raise_for_transport(subject: str, error: Exception, *, is_timeout: bool = Fa
     raise Unavailable(
         f"{subject}: no response of the vendor: {type(error).__name__}: {quote_answer(error)}", cause=cause
     ) from error
-
-
-@contextmanager
-def translate_parser_errors(subject: str) -> Iterator[None]:
-    """Raise Unavailable for an error of the client, or of this module, that reads an answer of another form than the vendor's.
-
-    The request may have been carried out."""
-    try:
-        yield
-    except PARSER_ERRORS as error:
-        text = f"{subject}: unexpected answer in place of the vendor's: {type(error).__name__}: {quote_answer(error)}"
-        raise Unavailable(text, cause=FailureCause.ENGINE_ERROR) from error

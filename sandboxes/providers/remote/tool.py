@@ -25,7 +25,7 @@ TOOL_DIRECTORY = "/opt/leasehold"
 TOOL_FILES = ("runner.py", "files.py", "launch.py", "reap.py", "gateway_relay.py", "runner_channel.py", "take_turn.py")
 MAX_INLINE_BYTES = 60_000  # of a request in the command line; Linux accepts 131072 bytes in one argument
 MAX_RESPONSE_BYTES = 1 << 20  # of output in one response, before base64
-MAX_AGE_SECONDS = 1 << 31
+MAX_SECONDS = 1e9  # of a command, and since its end, as the runner states them
 RESPONSE_PREFIX = "leasehold:"  # as in image/runner.py
 NO_TOOL = "no_tool"  # state in a response: the files that were uploaded at creation are gone
 BASE_ENVIRONMENT = {"HOME": f"{WORKSPACE}/.home", "LANG": "C.UTF-8"}
@@ -109,7 +109,7 @@ def parse_response(output: str) -> dict[str, Any]:
         if line.startswith(RESPONSE_PREFIX):
             try:
                 fields = json.loads(line.removeprefix(RESPONSE_PREFIX))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidResponse(f"damaged response: {error}") from error
             if isinstance(fields, dict) and isinstance(fields.get("state"), str):
                 return fields
@@ -120,7 +120,7 @@ def parse_response(output: str) -> dict[str, Any]:
 def _parse_age(value: object) -> float | None:
     if value is None:
         return None
-    if type(value) not in (int, float) or not 0 <= float(value) <= MAX_AGE_SECONDS:  # type: ignore[arg-type]
+    if type(value) not in (int, float) or not 0 <= float(value) <= MAX_SECONDS:  # type: ignore[arg-type]
         raise InvalidResponse("an invalid age")
     return float(value)  # type: ignore[arg-type]
 
@@ -131,9 +131,11 @@ def parse_run_state(fields: Mapping[str, Any]) -> RunState:
         stdout, stderr = (base64.b64decode(content, validate=True) for content in fields["output"])
         if (result := fields["result"]) is None:
             return RunState(fields["state"], stdout, stderr)
-        first, second = result["sizes"]
+        (first, second), seconds = result["sizes"], float(result["seconds"])
         if fields["state"] != "ended" or not all(isinstance(value, int) for value in (result["exit_code"], first, second)):
             raise InvalidResponse("a result with fields of other types")
+        if not 0.0 <= seconds <= MAX_SECONDS:
+            raise InvalidResponse("a result with an impossible duration")
         return RunState(
             "ended",
             stdout,
@@ -142,10 +144,10 @@ def parse_run_state(fields: Mapping[str, Any]) -> RunState:
             bool(result["timed_out"]),
             (first, second),
             dropped=any(result["dropped"]),
-            seconds=float(result["seconds"]),
+            seconds=seconds,
             age_seconds=_parse_age(fields.get("age")),
         )
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, binascii.Error) as error:
         raise InvalidResponse(f"{type(error).__name__}: {error}") from error
 
 

@@ -6,6 +6,7 @@ no size of a blueprint."""
 from runloop_api_client import Runloop
 from runloop_api_client.types import BlueprintView
 
+from sandboxes.providers.answer_guard import guard_methods
 from sandboxes.providers.errors import Missing
 from sandboxes.providers.remote.images import BuildState, VendorBuild, VendorBuilds
 from sandboxes.providers.runloop.errors import translate_errors
@@ -14,6 +15,7 @@ PAGE_SIZE = 100
 STATES = {"build_complete": BuildState.READY, "failed": BuildState.REFUSED}
 
 
+@guard_methods("find", "start", "look", "remove")
 class BlueprintBuilds(VendorBuilds):
     """Builds of blueprints by one account."""
 

@@ -18,6 +18,7 @@ from runloop_api_client import APIStatusError, Runloop, omit
 from runloop_api_client.types import DevboxView
 
 from sandboxes.answer_limits import limit_transport
+from sandboxes.providers.answer_guard import guard_answers
 from sandboxes.providers.base import Network, ProviderSandbox, SandboxSpec
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
@@ -41,6 +42,7 @@ MAX_IDLE_TIME = timedelta(days=2)
 ENDED = {"failure", "shutdown"}  # such devboxes stay in the list
 
 
+@guard_answers
 class RunloopProvider(ImageBuildingProvider):
     """Provider for one account at Runloop: RUNLOOP_API_KEY, RUNLOOP_BASE_URL."""
 
@@ -142,8 +144,7 @@ class RunloopProvider(ImageBuildingProvider):
             self._client.devboxes.shutdown(found.id, force="true")  # also while a snapshot is made
 
     def inspect(self, ref: str) -> ProviderSandbox:
-        with translate_errors(ref):
-            return _to_sandbox(self._get(ref))
+        return _to_sandbox(self._get(ref))
 
     def _fetch_devboxes(self) -> list[DevboxView]:
         """Return all devboxes of the account with a name of ours that have not ended."""
@@ -204,6 +205,8 @@ class RunloopProvider(ImageBuildingProvider):
             except APIStatusError as error:
                 if error.status_code != 408:  # it still runs
                     raise
+        if not isinstance(execution.stdout, str | None):  # the client constructs it without a check
+            raise ValueError("The output is no text.")
         return execution.stdout or ""
 
     def _upload(self, ref: str, path: str, content: bytes) -> None:
@@ -218,8 +221,7 @@ class RunloopProvider(ImageBuildingProvider):
             return call(devbox)
 
     def list_all(self) -> list[ProviderSandbox]:
-        with translate_errors("the list of devboxes"):
-            return [_to_sandbox(found) for found in self._fetch_devboxes() if OWNER_LABEL in found.metadata]
+        return [_to_sandbox(found) for found in self._fetch_devboxes() if OWNER_LABEL in found.metadata]
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return [found for found in self.list_all() if found.owner == owner]

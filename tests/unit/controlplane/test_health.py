@@ -190,9 +190,14 @@ def test_a_store_that_cannot_be_written_is_warned_about(client, minutes: float, 
 
 def test_a_refused_api_key_is_named_in_place_of_a_provider_that_does_not_respond(client, memory, monkeypatch) -> None:
     refused = Unavailable("status 401", cause=FailureCause.CREDENTIALS_REFUSED)
-    with memory.fail("list", refused):
-        status = health.query_provider()
+    probe = health.ProviderProbe()
+    with memory.fail("list", refused, times=2):
+        status, first = probe.query_and_note(), probe.refused_at
+        probe.query_and_note()
+    assert first is not None and probe.refused_at == first
+    assert probe.query_and_note().get("key_refused") is None and probe.refused_at is None
+    monkeypatch.setattr(health.provider_probe, "refused_at", NOW)
     monkeypatch.setattr(health.provider_probe, "get_status", lambda: status)
-    assert "The provider memory refuses the API key." in client.get("/readyz").json()["missing"]
+    assert f"The provider memory refuses the API key since {NOW:%Y-%m-%d %H:%M} UTC." in client.get("/readyz").json()["missing"]
     with memory.fail("list", Unavailable("away")):
         assert "key_refused" not in health.query_provider()

@@ -15,6 +15,7 @@ from leases.coding.forges import github
 from leases.coding.forges.base import ForgeError
 from sandboxes import http_calls, http_transport
 from sandboxes.http_calls import CallFailed
+from tests.emulators.base import UNREADABLE_ANSWERS
 from tests.support.servers.receiver import (
     WebhookReceiver,
     never_respond,
@@ -118,6 +119,23 @@ def test_a_slow_service_is_asked_again_later(
     receiver.answer = answer(200, b"<html>")
     with pytest.raises((atproto.ServiceError, ForgeError)):
         call(receiver.url)
+
+
+@pytest.mark.parametrize("body", [each.body for each in UNREADABLE_ANSWERS.values()] + [b'[{"head": 1}]', b'{"number": true}'])
+def test_an_answer_that_cannot_be_read_is_asked_for_again_later(receiver: WebhookReceiver, body: bytes) -> None:
+    receiver.answer = answer(200, body)
+    forge, server = github.GitHubForge(receiver.url, "a/b", ""), atproto.RepositoryService(receiver.url)
+    names = {"head": "h", "base": "b"}
+    calls: list[Callable[[], object]] = [
+        lambda: forge.pull_request(**names, number=1),
+        lambda: forge.pull_request(**names, number=None),
+        lambda: forge.open_pull_request(**names, title="t", body="b"),
+        lambda: server.create_record("did:x", "x.y.z", "key", {}, authorization=""),
+    ]
+    for call in calls:
+        with pytest.raises((atproto.ServiceError, ForgeError)) as raised:
+            call()
+        assert raised.value.retryable  # type: ignore[attr-defined]
 
 
 def test_the_pages_of_a_list_share_a_time_limit(receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch) -> None:

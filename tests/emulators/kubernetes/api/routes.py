@@ -2,10 +2,10 @@
 
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FaultInjection
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FaultInjection, ForeignAnswer
 from tests.emulators.kubernetes.api import access_reviews, resources
 from tests.emulators.kubernetes.api.authorization import Attributes, Authorizer
 from tests.emulators.kubernetes.api.resources import Resource
@@ -56,7 +56,8 @@ class Api:
         line = f"{request.method} {request.path}{suffix}"
         fault = self.faults.take_fault(line)
         cuts = False
-        if foreign := self.faults.foreign_answer:
+        outcome = fault.outcome if fault else None
+        if foreign := outcome if isinstance(outcome, ForeignAnswer) else self.faults.foreign_answer:
             headers = {"Location": foreign.location} if foreign.location else {}
             return Response(foreign.status, foreign.body, foreign.content_type, headers)
         if fault:
@@ -70,6 +71,8 @@ class Api:
             response = self._route(request, cuts_status=cuts)
         except ApiError as error:
             response = _as_error(error)
+        if callable(outcome) and response.body:
+            response = replace(response, body=outcome(response.body))
         self.verbs.faults.react(line)
         return Response(is_cut=True) if cuts and response.upgrade is None else response
 

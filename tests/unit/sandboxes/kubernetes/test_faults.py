@@ -1,8 +1,11 @@
 """Kubernetes provider against an API server with faults. The Pods of most tests are never started, which is fast."""
 
 import json
+import random
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from uuid import uuid4
 
 import pytest
 
@@ -12,8 +15,9 @@ from sandboxes.providers.base import GatewayAccess
 from sandboxes.providers.errors import CapacityPending, FailureCause, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import api_client, pods, readiness
 from sandboxes.providers.kubernetes.errors import build_error
+from sandboxes.providers.remote.errors import MAX_RETRY_AFTER_SECONDS
 from tests.conftest import NOW
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FOREIGN_ANSWERS, Fault
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, FOREIGN_ANSWERS, UNREADABLE_ANSWERS, Fault, distort
 from tests.emulators.kubernetes.api.resources import PODS, QUOTAS, SECRETS
 from tests.emulators.kubernetes.faults import (
     IMAGE_PULL,
@@ -129,6 +133,12 @@ def test_too_many_requests_states_when_to_try_again(cluster, provider, spec):
     assert (raised.value.cause, raised.value.retry_after) == (FailureCause.RATE_LIMITED, 1)
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_time_to_retry_after_is_bounded(status):
+    error = build_error(status, b"{}", POD_PATH, {"Retry-After": "9" * 30})
+    assert error.retry_after == MAX_RETRY_AFTER_SECONDS
+
+
 def test_missing_permission_is_rejected_and_named(cluster, spec):
     stranger = cluster.emulator.write_kubeconfig("stranger", cluster.emulator.create_token("leasehold", "stranger"))
     provider = cluster.connect(kubeconfig=stranger)
@@ -175,6 +185,42 @@ def test_answer_of_another_server_neither_ends_a_sandbox_nor_confirms_its_end(cl
     provider.destroy(spec.name)
     with pytest.raises(Missing):
         provider.inspect(spec.name)
+
+
+def test_answer_that_cannot_be_read_is_unavailable_at_every_verb(cluster, provider, spec):
+    calls = {
+        "create": lambda: provider.create(replace(spec, name=f"lhp-{uuid4().hex[:12]}")),
+        "inspect": lambda: provider.inspect(spec.name), "list": lambda: provider.list(spec.owner),
+        "list all": provider.list_all, "identity": provider.engine_id, "stats": lambda: provider.stats(spec.name),
+        "kill": lambda: provider.kill(spec.name, "mark"), "quotas": provider.read_quotas,
+        "resume": lambda: provider.resume(spec.name),
+        "problems": provider.find_setup_problems, "find exec": lambda: provider.find_exec(spec.name, "mark"),
+        "ready": lambda: provider.wait_ready(spec.name, timeout=timedelta(seconds=0.2)),
+        "destroy": lambda: provider.destroy("lhp-absent"),
+    }  # fmt: skip
+    provider.create(spec)
+    generator = random.Random(7)
+    answers = [*UNREADABLE_ANSWERS.values(), *[distort(generator)] * 4]
+    raised, landed = [], 0
+    for verb, call in calls.items():
+        cluster.emulator.requests.clear()
+        with suppress(Unavailable):
+            call()
+        for number in range(min(len(cluster.emulator.requests), 4)):
+            for each in answers:
+                fault = Fault("^(GET|POST|DELETE) /api/v1/(namespaces|apis)", each, skip=number)
+                cluster.emulator.faults[:] = [fault]
+                try:
+                    call()
+                except (Unavailable, Rejected, Missing):
+                    pass
+                except Exception as error:  # all are to be reported
+                    raised.append((verb, number, each, repr(error)[:200]))
+                landed += fault.times == 0
+    cluster.emulator.faults.clear()
+    assert raised == []
+    assert landed > 200
+    assert provider.inspect(spec.name).name == spec.name
 
 
 def test_create_in_a_namespace_that_does_not_exist_is_rejected(cluster, spec, monkeypatch):

@@ -12,7 +12,7 @@ from leases import execution, sweeps
 from leases.models import Lease
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.cloudflare.provider import MAX_OUTPUT_BYTES
-from sandboxes.providers.errors import FailureCause, Missing, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.emulators.base import CUT_AFTER, CUT_BEFORE
@@ -72,6 +72,10 @@ def test_create_waits_for_a_pool_that_fails_for_a_moment_and_not_for_ever(bridge
     assert bridge.start()
     bridge.emulator.max_instances = 1  # type: ignore[attr-defined]
     settings.SANDBOX_START_TIMEOUT = timedelta(seconds=0.2)
+    with pytest.raises(NoCapacity) as error:
+        bridge.provider.create(bridge.spec())
+    assert error.value.cause == FailureCause.NO_CAPACITY
+    bridge.fail(EXECUTE, 502, times=100)
     with pytest.raises(Unavailable) as error:
         bridge.provider.create(bridge.spec())
     assert error.value.cause == FailureCause.TIMEOUT

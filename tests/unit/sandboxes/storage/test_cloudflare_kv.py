@@ -4,6 +4,7 @@ Its storage semantics are tested in tests/conformance/test_store.py."""
 
 import io
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from sandboxes.storage.base import StoreError, StoreRefused
 from sandboxes.storage.cloudflare_kv import MAX_ATTEMPTS, RETRY_DEADLINE_SECONDS, CloudflareKVStore
+from tests.emulators.base import UNREADABLE_ANSWERS
 from tests.support.servers.loopback import (
     Responder,
     ScriptedServer,
@@ -20,7 +22,7 @@ from tests.support.servers.loopback import (
     run_scripted_server,
     stall_response,
 )
-from tests.support.storage.stores import KEY_METHODS
+from tests.support.storage.stores import KEY_METHODS, METHODS
 
 TOKEN = "a-token-that-nobody-may-see"
 NOW = 1_795_262_400.0  # Sat, 21 Nov 2026 12:00:00 GMT
@@ -230,6 +232,25 @@ def test_invalid_listing_raises_store_error(server: ScriptedServer, store: Cloud
         server.script = [respond(200, body)]
         with pytest.raises(StoreError, match="the response is"):
             store.page()
+
+
+@pytest.mark.parametrize("body", [answer.body for answer in UNREADABLE_ANSWERS.values()])
+@pytest.mark.parametrize("method", ["set", "has", "remove", "remove_many", "upload", "page"])
+def test_answer_that_cannot_be_read_is_a_store_error(
+    server: ScriptedServer, store: CloudflareKVStore, method: str, body: bytes
+) -> None:
+    server.script = [respond(200, body)]
+    with pytest.raises(StoreError, match=method):
+        METHODS[method](store, "k")
+
+
+@pytest.mark.parametrize("result", ["text", [1], {"unsuccessful_keys": 1}, {"unsuccessful_keys": [1]}])
+def test_result_of_another_form_raises_no_other_error(server: ScriptedServer, store: CloudflareKVStore, result: Any) -> None:
+    server.script = [success(result)]
+    for method in ("set", "has", "remove", "remove_many", "page"):
+        with suppress(StoreError):
+            METHODS[method](store, "k")
+    assert len(server.seen) >= 5
 
 
 def test_range_is_cut_from_the_value(server: ScriptedServer, store: CloudflareKVStore) -> None:

@@ -222,6 +222,13 @@ def test_invalid_listing_raises_store_error(server: ScriptedServer, store: S3Sto
         store.page()
 
 
+@pytest.mark.parametrize("field", ["<Size>many</Size>", "<Size>1</Size><LastModified>yesterday</LastModified>", "", "<Size/>"])
+def test_listing_with_unreadable_fields_raises_store_error(server: ScriptedServer, store: S3Store, field: str) -> None:
+    server.script = [respond(200, f"<ListBucketResult><Contents><Key>k</Key>{field}</Contents></ListBucketResult>".encode())]
+    with pytest.raises(StoreError, match="page"):
+        store.page()
+
+
 def test_prefix_is_added_on_the_server_and_removed_from_results(server: ScriptedServer) -> None:
     store = s3(server.url, prefix="our own/")
     content = "<Contents><Key>our%20own/a%2Bb</Key><Size>1</Size><LastModified>2026-11-21T12:00:00Z</LastModified></Contents>"

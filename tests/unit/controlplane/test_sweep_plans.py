@@ -24,7 +24,7 @@ pytestmark = [
 ]
 RUNS = 30_000
 DAY = timedelta(days=1)
-MIN_ROWS = 2_000  # of a growing table: the planner reads a small one completely, whatever its indexes
+MIN_ROWS = 2_000  # of a growing table: the planner reads a small one completely, also with an index
 GROWING = {
     "billing_usagerecord", "leases_lease", "leases_leaseevent", "leases_queuedrun", "leases_turn", "sandboxes_dataevent",
     "sandboxes_delivery", "sandboxes_event", "sandboxes_llmcall", "sandboxes_process", "sandboxes_reading", "sandboxes_run",

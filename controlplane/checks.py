@@ -11,12 +11,13 @@ from django.conf import settings
 from django.contrib.admin.checks import check_admin_app
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError
 from django.urls import get_resolver
 
 from controlplane import env
 from controlplane.public_address import get_host
 from sandboxes import providers
-from sandboxes.db import pooler
+from sandboxes.db import dialect, pooler
 from sandboxes.hosts.directories import UnsafeDirectory, check_private_directory
 from sandboxes.providers import load_class
 from sandboxes.providers.engine_reports import SetupProblem
@@ -60,6 +61,29 @@ def check_database_pooler(app_configs: Sequence[AppConfig] | None, **kwargs: Any
         return []
     hint = "Set LEASEHOLD_DATABASE_POOLER=transaction, or pool_mode=session in the pooler."
     return [Error(pooler.UNDECLARED, hint=hint, id="leasehold.E017")]
+
+
+@register(CONFIGURATION)
+def check_database_connections(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """Compare the connections that the processes of this host may use with those of the server."""
+    try:
+        usable = dialect.count_usable_connections()
+    except DatabaseError:
+        return []  # reported by the command itself
+    needed = count_database_connections()
+    if usable is None or needed <= usable:
+        return []
+    message = f"The processes of this host may use {needed} connections at once, and PostgreSQL has {usable} for them."
+    return [Warning(message, hint="Raise max_connections, or lower LEASEHOLD_DATABASE_CONNECTIONS.", id="leasehold.W010")]
+
+
+def count_database_connections() -> int:
+    """Return the maximum number of connections of the processes that `manage.py up` starts. See docs/operations.md."""
+    web, queue, egress = ceil(settings.WEB_THREADS * 7 / 4) + 4, settings.QUEUE_WORKERS + 4, 9
+    bound = settings.DATABASE_CONNECTIONS or web + queue + egress
+    if settings.PROFILE == "small":
+        return int(min(web + queue + egress, bound))
+    return int(min(web, bound) * settings.WEB_WORKERS + min(queue, bound) + min(egress, bound))
 
 
 @register(CONFIGURATION)

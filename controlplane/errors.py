@@ -19,6 +19,7 @@ from leases import errors as leases
 from leases.api.base import schema
 from sandboxes import errors as sandboxes
 from sandboxes.db.clock import format_timestamp
+from sandboxes.db.connection_errors import NoFreeConnection
 from sandboxes.failures import find_cause, find_provider, find_retry_after, needs_operator
 from sandboxes.providers import errors as provider
 from sandboxes.providers import observed as provider_observed
@@ -138,6 +139,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     PermissionDenied: 403,
     RequestDataTooBig: 413,
     UnreadablePostError: 400,
+    NoFreeConnection: 503,
     OperationalError: 503,  # no connection, or a lock timeout
     InterfaceError: 503,
 }
@@ -146,6 +148,7 @@ PUBLIC_MESSAGES = {  # for exceptions whose own message must not reach a client
     PermissionDenied: "This is not allowed.",
     RequestDataTooBig: "The request body is too large.",
     UnreadablePostError: "The request body could not be read completely.",
+    NoFreeConnection: "No free database connection. Try again in a moment.",
     OperationalError: "The database did not answer.",
     InterfaceError: "The database did not answer.",
     store.StoreError: "The object store is unavailable. Try again.",

@@ -59,6 +59,16 @@ DATABASE_POOLER = env.choice(
     "LEASEHOLD_DATABASE_POOLER", "session", ["session", "transaction"],
     help="mode of a pooler such as PgBouncer before PostgreSQL; transaction does without prepared statements",
 )  # fmt: skip
+DATABASE_CONNECTIONS = env.integer(
+    "LEASEHOLD_DATABASE_CONNECTIONS", 0,
+    help="maximum number of PostgreSQL connections of each process; 0: as many as it has threads that use one",
+)  # fmt: skip
+DATABASE_IDLE = env.duration(
+    "LEASEHOLD_DATABASE_IDLE", "10s", help="time after which an unused PostgreSQL connection is closed"
+)
+DATABASE_WAIT = env.duration(
+    "LEASEHOLD_DATABASE_WAIT", "10s", help="time for which a request waits for a free PostgreSQL connection"
+)
 ON_POSTGRES = _database["ENGINE"].endswith("postgresql")
 _options: dict[str, Any] = _database.setdefault("OPTIONS", {})
 if ON_POSTGRES:
@@ -69,7 +79,7 @@ if ON_POSTGRES:
     # in one statement, which cannot be prepared.
     _options.setdefault("prepare_threshold", None if DATABASE_POOLER == "transaction" else 1)
     _database |= {
-        "CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True, "DISABLE_SERVER_SIDE_CURSORS": DATABASE_POOLER == "transaction",
+        "CONN_MAX_AGE": 0, "CONN_HEALTH_CHECKS": True, "DISABLE_SERVER_SIDE_CURSORS": DATABASE_POOLER == "transaction",
     }  # fmt: skip
 else:
     # IMMEDIATE: a deferred transaction that reads and then writes fails with SQLITE_BUSY under load, with any timeout.

@@ -44,7 +44,8 @@ TASK_CODES = frozenset({
 LIMIT_CODES = frozenset({"quota_exceeded", "too_many_processes", "too_many_runs", "too_many_streams"})
 INFRASTRUCTURE_CODES = frozenset({
     "busy", "capacity_exhausted", "capacity_pending", "disk_full", "host_lost", "illegal_transition", "image_missing",
-    "installation_mismatch", "no_capacity", "no_gateway", "no_pool_available", "no_progress", "not_delivered", "not_isolated",
+    "installation_mismatch", "no_capacity", "no_database_connection", "no_gateway", "no_pool_available", "no_progress",
+    "not_delivered", "not_isolated",
     "observe_mode",
     "outcome_unknown", "pool_draining", "provider_conflict", "provider_error", "provider_list_expired",
     "provider_not_found", "provider_unavailable", "sandbox_error", "sandbox_lost",

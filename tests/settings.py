@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from datetime import timedelta
 
 HERE = tempfile.mkdtemp(prefix="lh-test-")
 atexit.register(shutil.rmtree, HERE, ignore_errors=True)
@@ -27,4 +28,5 @@ if not ON_POSTGRES:  # type: ignore[name-defined]  # noqa: F405
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 WHITENOISE_AUTOREFRESH = True  # otherwise each test client stats all static files at its first request
 SIGN_IN = replace(SIGN_IN, second_factor="off")  # type: ignore[name-defined]  # noqa: F405
+DATABASE_IDLE = timedelta(0)  # a database with idle connections cannot be dropped
 HEALTH_REPORT_SECONDS = 0.0  # tests change what is reported

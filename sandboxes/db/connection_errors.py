@@ -21,6 +21,13 @@ FAILOVER_PERIOD = timedelta(seconds=30)  # time limit of the retries; longer tha
 T = TypeVar("T")
 
 
+class NoFreeConnection(OperationalError):
+    """Every connection to the database is in use. Try again in a moment."""
+
+    code = "no_database_connection"
+    retry_after = 2
+
+
 class RetriesExhausted(Exception):
     """The database did not respond within FAILOVER_PERIOD. `__cause__` is the last connection error."""
 

@@ -30,6 +30,25 @@ def get_connection() -> BaseDatabaseWrapper:
     return connections[DEFAULT_DB_ALIAS]
 
 
+def release_connection() -> None:
+    """Lend the PostgreSQL connection of this thread to others until its next statement. No effect in a transaction."""
+    connection = get_connection()
+    if connection.vendor == "postgresql" and not connection.in_atomic_block:
+        connection.close()
+
+
+def count_usable_connections() -> int | None:
+    """Return how many connections the PostgreSQL server has for users that are no superusers. None on SQLite."""
+    if not is_postgres():
+        return None
+    with get_connection().cursor() as cursor:
+        cursor.execute(
+            "SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int"
+            " - COALESCE(current_setting('reserved_connections', true)::int, 0)"  # since PostgreSQL 16
+        )
+        return int(cursor.fetchone()[0])
+
+
 def is_postgres() -> bool:
     return get_connection().vendor == "postgresql"
 

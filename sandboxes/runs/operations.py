@@ -17,7 +17,7 @@ from django.db import IntegrityError, OperationalError, transaction
 
 from sandboxes import deferred_writes, eviction, installation_marks, lifecycle, process_restarts, suspension
 from sandboxes.claims import KILL_GRACE, hold
-from sandboxes.db import sql
+from sandboxes.db import dialect, sql
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import CONNECTION_ERRORS, RetriesExhausted, retry_connection_errors
 from sandboxes.egress.environment import build_environment
@@ -116,6 +116,7 @@ def exec_in_sandbox(
             opened.claim.begin_command(command.timeout)
         opened.executing = True
         command.on_start()
+        dialect.release_connection()  # the command may run for hours
         result = opened.provider.exec(
             opened.sandbox.ref,
             list(command.argv),

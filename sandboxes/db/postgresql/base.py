@@ -1,22 +1,39 @@
-"""Django's PostgreSQL backend with a connection health check that usually takes no round trip.
+"""Django's PostgreSQL backend with connections that threads share, and a health check that usually takes no round trip.
 
 Errors of the server's state that psycopg calls internal are raised as OperationalError: the statement may succeed later."""
 
 import select
+from functools import cache
 from types import TracebackType
 from typing import Any
 
 import psycopg
+from django.conf import settings
 from django.db.backends.postgresql import base
 from django.db.utils import DatabaseErrorWrapper, OperationalError
 from django.utils.functional import cached_property
 
+from sandboxes.db.postgresql.pool import ConnectionPool
 from sandboxes.db.postgresql.schema import DatabaseSchemaEditor
 
 # SQLSTATEs of psycopg.InternalError: https://www.postgresql.org/docs/current/errcodes-appendix.html
 READ_ONLY_TRANSACTION = "25006"  # a standby in recovery, or a server that an operator or its vendor has made read-only
 IDLE_TRANSACTION_ENDED, TRANSACTION_TIMED_OUT = "25P03", "25P04"
 PASSING_STATES = frozenset({READ_ONLY_TRANSACTION, IDLE_TRANSACTION_ENDED, TRANSACTION_TIMED_OUT})
+
+
+@cache
+def _get_pool(target: tuple[object, ...]) -> ConnectionPool:
+    return ConnectionPool(
+        max_connections=settings.DATABASE_CONNECTIONS,
+        idle_seconds=settings.DATABASE_IDLE.total_seconds(),
+        wait_seconds=settings.DATABASE_WAIT.total_seconds(),
+    )
+
+
+def get_pool(conn_params: dict[str, Any]) -> ConnectionPool:
+    """Return the pool of this process for one database and user."""
+    return _get_pool(tuple(conn_params.get(name) for name in ("host", "port", "dbname", "user")))
 
 
 class PassingErrors(DatabaseErrorWrapper):
@@ -37,6 +54,17 @@ class DatabaseWrapper(base.DatabaseWrapper):
     With CONN_HEALTH_CHECKS Django checks a persistent connection before the first statement of each request."""
 
     SchemaEditorClass = DatabaseSchemaEditor
+
+    _lender: ConnectionPool  # of the present connection
+
+    def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
+        self._lender = get_pool(conn_params)
+        return self._lender.take(lambda: super(DatabaseWrapper, self).get_new_connection(conn_params))
+
+    def _close(self) -> None:
+        if self.connection is not None:
+            with self.wrap_database_errors:
+                self._lender.put(self.connection, is_reusable=not (self.errors_occurred or self.in_atomic_block))
 
     @cached_property
     def wrap_database_errors(self) -> DatabaseErrorWrapper:

@@ -311,7 +311,7 @@ def build_pool_fields(row: Pool, stats: PoolStats, now: datetime, quotas: Sequen
             note=f"{target}; {outdated:,} outdated (image or memory changed)" if outdated else target,
             href=build_changelist_url("sandboxes_sandbox", slice="unclaimed", pool__id__exact=row.pk),
         ),
-        build_starts_field(row, now),
+        build_last_start_field(row, now),
         build_circuit_field(row, now),
         build_hosts_field(row, now),
         *[
@@ -366,12 +366,12 @@ def build_hosts_field(row: Pool, now: datetime) -> SummaryField:
 PROBLEM_TAB_LABELS = {"quarantine": "Quarantine", "stalled": "Stalled", "lost": "Lost", "unstored": "State not stored"}
 
 
-def build_starts_field(row: Pool, now: datetime) -> SummaryField:
+def build_last_start_field(row: Pool, now: datetime) -> SummaryField:
     """Build the outcome of the pool's last start, and the error of a failed one."""
     if row.starts_failing_since is None:
-        return SummaryField("Starts", "succeed", note="the last start succeeded, or there was none")
+        return SummaryField("Last start", "no failure", note="it succeeded, or there was none yet")
     failing = render_timestamp(row.starts_failing_since, f"failing for {format_age(now - row.starts_failing_since)}")
-    return SummaryField("Starts", failing, note=truncate_text(row.start_error), alarm=True)
+    return SummaryField("Last start", failing, note=truncate_text(row.start_error), alarm=True)
 
 
 def build_circuit_field(row: Pool, now: datetime) -> SummaryField:

@@ -8,7 +8,7 @@ from django.test import Client
 from django.utils import timezone
 
 from leases.models import Agent, EnvironmentType, Lease
-from sandboxes.models import Pool, Quota, Sandbox
+from sandboxes.models import Host, Pool, Quota, Sandbox
 from sandboxes.pool import admission_queue, allocation
 from sandboxes.providers.errors import Rejected
 from sandboxes.providers.memory import MemoryProvider
@@ -233,3 +233,18 @@ def test_alternative_pools_are_edited_on_the_page_of_their_type(administrator: C
     assert administrator.post(row_url(duo), fields).status_code == 302
     assert [row.pool for row in duo.alternative_pools.all()] == [second]
     assert get_fields(viewer, row_url(duo))["Pools"].value == f"{pool.name}, second"
+
+
+def test_a_failing_pool_and_a_missing_image_say_why(viewer: Client, pool: Pool, lease: Lease, memory: MemoryProvider) -> None:
+    ensure_sandbox(lease)
+    assert get_fields(viewer, row_url(pool))["Last start"].value == "no failure"
+    Pool.objects.filter(pk=pool.pk).update(
+        starts_failing_since=timezone.now() - 5 * MINUTE, start_error="mkdir /var/lib/docker/x: no space left"
+    )
+    shown = get_fields(viewer, row_url(pool))["Last start"]
+    assert shown.alarm and "failing for 5 m" in str(shown.value) and "/var/lib/docker/x" in str(shown.note)
+    host = Host.objects.get()
+    assert "Missing images" not in get_fields(viewer, row_url(host))
+    Host.objects.update(missing_images={pool.name: "private.example/base:1"})
+    missing = get_fields(viewer, row_url(host))["Missing images"]
+    assert (missing.alarm, missing.note) == (True, f"private.example/base:1 (pool {pool.name})")

@@ -60,7 +60,7 @@ def check_database_pooler(app_configs: Sequence[AppConfig] | None, **kwargs: Any
     if not pooler.is_undeclared():
         return []
     hint = "Set LEASEHOLD_DATABASE_POOLER=transaction, or pool_mode=session in the pooler."
-    return [Error(pooler.UNDECLARED, hint=hint, id="leasehold.E017")]
+    return [Error(pooler.UNDECLARED, hint=hint, id="leasehold.E019")]
 
 
 @register(CONFIGURATION)
@@ -74,7 +74,7 @@ def check_database_connections(app_configs: Sequence[AppConfig] | None, **kwargs
     if usable is None or needed <= usable:
         return []
     message = f"The processes of this host may use {needed} connections at once, and PostgreSQL has {usable} for them."
-    return [Warning(message, hint="Raise max_connections, or lower LEASEHOLD_DATABASE_CONNECTIONS.", id="leasehold.W010")]
+    return [Warning(message, hint="Raise max_connections, or lower LEASEHOLD_DATABASE_CONNECTIONS.", id="leasehold.W012")]
 
 
 def count_database_connections() -> int:

@@ -106,7 +106,7 @@ CHECK = ("manage.py", "check", "--tag", "configuration")
 def test_a_pooler_in_transaction_mode_that_is_not_stated_is_refused(tmp_path: Path, pool_mode: str, connections: int) -> None:
     with run_pooler(pool_mode, connections) as url:
         ended = run_program(*CHECK, url=url, mode="session", directory=tmp_path)
-        assert (ended.returncode, "leasehold.E017" in ended.stderr) == ((1, True) if pool_mode == "transaction" else (0, False))
+        assert (ended.returncode, "leasehold.E019" in ended.stderr) == ((1, True) if pool_mode == "transaction" else (0, False))
         stated = run_program(*CHECK, url=url, mode="transaction", directory=tmp_path)
         assert stated.returncode == 0, stated.stderr
 

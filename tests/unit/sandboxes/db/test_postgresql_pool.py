@@ -207,7 +207,7 @@ def test_threads_share_the_connections_of_their_process(settings: Any, monkeypat
 
 
 @pytest.mark.django_db
-@pytest.mark.parametrize(("bound", "messages"), [(1, []), (1000, ["leasehold.W010"])])
+@pytest.mark.parametrize(("bound", "messages"), [(1, []), (1000, ["leasehold.W012"])])
 def test_check_compares_the_bounds_with_the_connections_of_the_server(settings: Any, bound: int, messages: list[str]) -> None:
     settings.PROFILE, settings.DATABASE_CONNECTIONS, settings.WEB_THREADS, settings.WEB_WORKERS = "standard", bound, 800, 2
     assert [message.id for message in checks.check_database_connections(None)] == messages

@@ -1,7 +1,7 @@
 """Connections of this process to PostgreSQL: bounded, and lent only while a thread uses one.
 
 A thread returns its connection at the end of a request or task. The next thread takes the one returned last, with its prepared
-statements. A connection that nobody has used for some seconds is closed."""
+statements. A connection without use for some seconds is closed."""
 
 import os
 import select

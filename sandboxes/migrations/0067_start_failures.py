@@ -1,4 +1,4 @@
-"""Failed starts of a pool, and the images of pools that an engine does not have."""
+"""Failed starts of a pool."""
 
 from django.db import migrations, models
 
@@ -23,15 +23,5 @@ class Migration(migrations.Migration):
             model_name="pool",
             name="start_error_code",
             field=models.CharField(blank=True, db_default="", default="", editable=False, max_length=64),
-        ),
-        migrations.AddField(
-            model_name="host",
-            name="missing_images",
-            field=models.JSONField(
-                blank=True,
-                editable=False,
-                help_text="Missing image of each pool, by the pool's name. Empty: not asked yet.",
-                null=True,
-            ),
         ),
     ]

@@ -8,7 +8,7 @@ from sandboxes.db.concurrent_indexes import AddIndexConcurrently
 
 class Migration(migrations.Migration):
     atomic = False
-    dependencies = [("sandboxes", "0068_found_snapshots")]
+    dependencies = [("sandboxes", "0069_found_snapshots")]
 
     operations = [
         AddIndexConcurrently(

@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0067_start_failures'),
+        ('sandboxes', '0068_missing_images'),
     ]
 
     operations = [

@@ -15,8 +15,10 @@ env.require_known_variables()
 
 from controlplane.application import Application  # noqa: E402 - imports models
 from leases import reclaim_threads  # noqa: E402 - imports models
+from sandboxes.db import dialect  # noqa: E402
 
 application = Application(django_application)
+dialect.keep_idle_connections()
 long_calls.set_limits(settings.WEB_THREADS)
 reclaim_threads.THREADS.set_maximum(reclaim_threads.MAX_THREADS)
 if "granian" in sys.modules:  # under another WSGI server, few streams occupy its threads

@@ -37,6 +37,14 @@ def release_connection() -> None:
         connection.close()
 
 
+def keep_idle_connections() -> None:
+    """Let this process keep returned PostgreSQL connections for their next use. For servers, which do not fork.
+
+    A thread closes the kept ones that are not used, and a process with a thread must not fork."""
+    if is_postgres():
+        type(get_connection()).keeps_idle = True  # type: ignore[attr-defined]  # of the backend of this project
+
+
 def count_usable_connections() -> int | None:
     """Return how many connections the PostgreSQL server has for users that are no superusers. None on SQLite."""
     if not is_postgres():

@@ -24,7 +24,7 @@ from controlplane.worker import heartbeat as queue_heartbeat
 from leases import sweeps as lease_sweeps
 from leases.management.base import parse_duration
 from sandboxes import long_calls, providers
-from sandboxes.db import database_time, migrations
+from sandboxes.db import database_time, dialect, migrations
 from sandboxes.egress import nginx
 from sandboxes.hosts import capacity, registry
 from sandboxes.management.base import EXIT_INTERRUPTED, build_command_error, first_line, require_migrated
@@ -293,6 +293,7 @@ def in_child(serve: Callable[[], object]) -> Callable[[], None]:
 
     def work() -> None:
         settings.INSTANCE = os.environ[supervisor.INSTANCE_VARIABLE]
+        dialect.keep_idle_connections()
         try:
             serve()
         except CommandError as error:

@@ -55,6 +55,7 @@ class DatabaseWrapper(base.DatabaseWrapper):
 
     SchemaEditorClass = DatabaseSchemaEditor
 
+    keeps_idle = False  # of this process: otherwise a connection is closed when it is returned
     _lender: ConnectionPool  # of the present connection
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
@@ -64,7 +65,9 @@ class DatabaseWrapper(base.DatabaseWrapper):
     def _close(self) -> None:
         if self.connection is not None:
             with self.wrap_database_errors:
-                self._lender.put(self.connection, is_reusable=not (self.errors_occurred or self.in_atomic_block))
+                self._lender.put(
+                    self.connection, is_reusable=self.keeps_idle and not (self.errors_occurred or self.in_atomic_block)
+                )
 
     @cached_property
     def wrap_database_errors(self) -> DatabaseErrorWrapper:

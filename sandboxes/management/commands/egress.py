@@ -18,7 +18,7 @@ from django.db import DatabaseError, close_old_connections
 
 from sandboxes.agent import companions
 from sandboxes.agent.gateway import AgentGateway
-from sandboxes.db import database_time, tracing
+from sandboxes.db import database_time, dialect, tracing
 from sandboxes.egress import nginx, slots
 from sandboxes.egress.allow_list.proxy import AllowListProxy
 from sandboxes.egress.logs import access_log, collection
@@ -46,6 +46,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, proxy: str | None, **options: Any) -> None:
         refuse_unmigrated()
+        dialect.keep_idle_connections()
         asyncio.run(self._serve_until_signal(proxy or nginx.get_proxy_kind()))
 
     async def _serve_until_signal(self, proxy: str) -> None:

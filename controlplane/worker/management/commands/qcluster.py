@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand, CommandError
 from controlplane import checks
 from controlplane.worker.cluster import Cluster
 from controlplane.worker.heartbeat import HeartbeatFile
+from sandboxes.db import dialect
 from sandboxes.hosts import registry
 from sandboxes.management.base import refuse_unmigrated
 from sandboxes.providers.errors import ProviderError
@@ -18,6 +19,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         refuse_unmigrated()
+        dialect.keep_idle_connections()
         try:
             queue = registry.get_queue_name()
         except ProviderError as error:

@@ -178,6 +178,7 @@ def test_a_server_without_a_free_connection_is_waited_for(limited_url: str) -> N
 def test_threads_share_the_connections_of_their_process(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.DATABASE_CONNECTIONS, settings.DATABASE_IDLE = 1, timedelta(seconds=3)
     settings.DATABASE_WAIT = timedelta(0)
+    monkeypatch.setattr(base.DatabaseWrapper, "keeps_idle", True)
     base._get_pool.cache_clear()
     connections.close_all()
 

@@ -11,6 +11,7 @@ import pytest
 
 from sandboxes.hosts.pod_records import PodRows
 from sandboxes.models import Pool, Sandbox
+from sandboxes.models.names import build_name
 from sandboxes.providers.base import GatewayAccess
 from sandboxes.providers.errors import CapacityPending, FailureCause, Missing, NoCapacity, Rejected, Unavailable
 from sandboxes.providers.kubernetes import api_client, pods, readiness
@@ -332,9 +333,9 @@ def test_pod_of_another_uid_is_not_the_sandbox_and_is_not_deleted(cluster, provi
 def test_pod_that_has_taken_a_name_is_removed_once_no_row_claims_the_name(cluster, spec, changes):
     pool = Pool.objects.create(name="pods", provider="kubernetes")
     values = {"memory_mib": 128, "millicpus": 1000, "pids": 64, "state_since": NOW, "last_used_at": NOW, "created_at": NOW}
-    row = Sandbox.objects.create(pool=pool, provider="kubernetes", state="waiting", **values)
+    pk = uuid4()
+    row = Sandbox.objects.create(pk=pk, ref=build_name(pk, 1), pool=pool, provider="kubernetes", state="waiting", **values)
     spec = replace(spec, name=row.name)
-    Sandbox.objects.update(ref=spec.name)
     provider = cluster.connect(records=PodRows())
     provider.create(spec)
     cluster.emulator.disruptions.replace(NAMESPACE, spec.name)

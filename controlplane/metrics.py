@@ -14,7 +14,7 @@ from threading import Lock
 from django.conf import settings
 from django.core.exceptions import DisallowedHost
 from django.db import Error as DatabaseError
-from django.db import connection, transaction
+from django.db import InterfaceError, OperationalError, connection, transaction
 from django.http import HttpRequest, HttpResponse
 from django.utils.crypto import constant_time_compare
 from django.views.decorators.cache import never_cache
@@ -129,7 +129,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
     try:
         snapshot = snapshot_cache.get(database_time.now())
     except DatabaseError as error:
-        if not dialect.is_unavailable(error):
+        if not isinstance(error, OperationalError | InterfaceError):  # lost, or too slow for STATEMENT_TIMEOUT_MS
             raise
         return HttpResponse("The database does not respond.\n", status=503, content_type=PLAIN_TEXT)
     return HttpResponse(generate_latest(SnapshotCollector(snapshot)), content_type=CONTENT_TYPE_PLAIN_0_0_4)

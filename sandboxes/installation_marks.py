@@ -21,7 +21,7 @@ from uuid import UUID
 
 import structlog
 from django.conf import settings
-from django.db.models import F
+from django.db.models import F, Subquery
 
 from sandboxes.models import Installation, Sandbox, SandboxState
 from sandboxes.models.installation import MARK_NAME
@@ -71,8 +71,8 @@ def find_mismatch() -> str:
     is not: a new host has none. Raises StoreError if the store does not respond or the state directory cannot be read."""
     was_marked = get_installation().generation > 0  # read before the marks: another worker may write the first mark meanwhile
     marks = (("store", read_store_mark()), ("state directory", read_directory_mark()))
-    row = get_installation()  # read after the marks: another host may increase the generation and write a mark meanwhile
-    reasons = [lost] if (lost := _find_lost_change(row)) else []
+    row, lost = _look_for_lost_change()  # after the marks: another host may increase the generation and write a mark meanwhile
+    reasons = [lost] if lost else []
     for place, mark in marks:
         if mark is None:
             if place == "store" and was_marked:
@@ -107,8 +107,8 @@ class FirstCheck:
         if not self._is_done:
             mismatch, self._is_done = _find_mismatch_or_error()
             return mismatch
-        row = get_installation()
-        return row.mismatch or (_find_mismatch_or_error()[0] if _find_lost_change(row) else "")
+        row, lost = _look_for_lost_change()
+        return row.mismatch or (_find_mismatch_or_error()[0] if lost else "")
 
 
 FIRST_CHECK = FirstCheck()
@@ -154,13 +154,13 @@ def _parse_mark(content: bytes | None, place: str) -> Mark | None:
 
 
 def note_change(sandbox: Sandbox, state: SandboxState) -> None:
-    """Note in the state directory that a sandbox was committed in this state. Call after the commit.
+    """Note in the state directory that a sandbox was committed in this state. Call after the commit. One query.
 
     A database that lacks the previous note has lost changes: the mismatch is recorded, and the note stays as the evidence. Of
     concurrent notes any may remain. A note that cannot be written leaves an older one, which is as true: the failure is logged,
     and the sandbox goes on."""
-    row = get_installation()
-    if lost := _find_lost_change(row):
+    row, lost = _look_for_lost_change()
+    if lost:
         if not row.mismatch:
             Installation.objects.filter(pk=row.pk).update(mismatch=lost)
             log.error("installation mismatch", reason=lost)
@@ -175,23 +175,31 @@ def note_change(sandbox: Sandbox, state: SandboxState) -> None:
 def has_lost_changes() -> bool:
     """Return whether this database does not belong to its store or state directory, as far as that is known without the store.
 
-    Two queries and a small file: for each wake."""
-    row = get_installation()
-    return bool(row.mismatch or _find_lost_change(row))
+    One query and a small file: for each wake."""
+    row, lost = _look_for_lost_change()
+    return bool(row.mismatch or lost)
 
 
-def _find_lost_change(row: Installation) -> str:
-    """Return the reason if the database lacks the change that was noted last in the state directory, or ""."""
+def _look_for_lost_change() -> tuple[Installation, str]:
+    """Return the installation, and the reason if the database lacks the change that was noted last in the state directory."""
     try:
-        change = _read_change()
+        change, unreadable = _read_change(), ""
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"{CHANGE_NAME} in the state directory cannot be read, so a loss of changes would not be seen: {error}"
+        change = None
+        unreadable = f"{CHANGE_NAME} in the state directory cannot be read, so a loss of changes would not be seen: {error}"
+    noted = Sandbox.objects.filter(pk=change.sandbox if change else UUID(int=0))
+    rows = Installation.objects.filter(pk=1).annotate(
+        noted_incarnation=Subquery(noted.values("incarnation")), noted_state=Subquery(noted.values("state"))
+    )
+    row = rows.first()
+    if row is None:
+        return get_installation(), unreadable
     if change is None or change.identity != str(row.identity):  # the mark of another installation is reported by itself
-        return ""
-    found = Sandbox.objects.filter(pk=UUID(change.sandbox)).values_list("incarnation", "state").first()
-    if found and (found[0], STATE_RANKS[SandboxState(found[1])]) >= (change.incarnation, change.rank):
-        return ""
-    return (
+        return row, unreadable
+    state = row.noted_state
+    if state and (row.noted_incarnation, STATE_RANKS[SandboxState(state)]) >= (change.incarnation, change.rank):
+        return row, ""
+    return row, (
         f"This database lacks changes that were committed: incarnation {change.incarnation} of the sandbox {change.sandbox} is "
         "not there any more. A backup was restored, or a standby without the last changes took over."
     )

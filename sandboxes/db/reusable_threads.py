@@ -1,6 +1,4 @@
-"""Daemon threads that execute one call after the other, and keep their database connections between the calls.
-
-A connection costs PostgreSQL a process, and its first queries cost more than later ones: much more than most sweeps."""
+"""Daemon threads that execute one call after the other. Between the calls others may use their connections to PostgreSQL."""
 
 import queue
 import threading
@@ -28,6 +26,7 @@ class _ReusableThread(threading.Thread):
                 try:
                     Context().run(act)  # as in a new thread: no call sees the context of an earlier one
                 finally:
+                    close_old_connections()
                     self._pool._give_back(self)
                     end()
         finally:

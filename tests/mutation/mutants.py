@@ -13,6 +13,7 @@ LIFECYCLE, RUNS, RUN_FAILURES = "sandboxes/lifecycle.py", "sandboxes/runs/operat
 EVICTION, DESTRUCTION, WORKSPACE = "sandboxes/eviction.py", "sandboxes/destruction.py", "sandboxes/state/workspace.py"
 ADMISSION_QUEUE = "sandboxes/pool/admission_queue.py"
 RUN_QUEUE, ATTEMPTS, RECORDER = "leases/queue/queue.py", "leases/queue/attempts.py", "leases/agent_runs/recorder.py"
+RUN_ENDS = "sandboxes/runs/ends.py"
 ABANDONED_RUNS, TEMPLATE_BUILDS = "sandboxes/runs/abandoned.py", "sandboxes/templates/builds.py"
 AGENT_RUNS, SWEEP_LOG, END_WATCH = (
     "leases/agent_runs/lifecycle.py",
@@ -205,7 +206,7 @@ MUTANTS = (
     # --- runs ---
     Mutant(
         name="runs-close-twice",
-        path=RUNS,
+        path=RUN_ENDS,
         before='SET {changes} WHERE id = %s AND ended_at IS NULL"',
         after='SET {changes} WHERE id = %s"',
         tests=[f"{TEST_RACES}::test_release_during_a_run_closes_it_and_refuses_the_late_result"],
@@ -262,8 +263,8 @@ MUTANTS = (
     Mutant(
         name="runs-recovery-without-a-note",
         path=RUNS,
-        before="filter(None, [recovered, opened.note, unsaved])",
-        after="filter(None, [opened.note, unsaved])",
+        before="filter(None, [recovered, refused, opened.note, unsaved])",
+        after="filter(None, [refused, opened.note, unsaved])",
         tests=[f"{TEST_OUTSIDE_STOPS}::test_next_command_says_once_that_the_sandbox_was_restarted"],
     ),
     Mutant(

@@ -249,7 +249,7 @@ def test_join_starts_the_sandbox_once(ada: ApiClient, join_body, memory: MemoryP
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(("prewarmed", "limits"), [(False, (16, 23)), (True, (13, 16))])
+@pytest.mark.parametrize(("prewarmed", "limits"), [(False, (18, 25)), (True, (13, 16))])
 def test_a_join_takes_few_statements(ada: ApiClient, join_body, pool: Pool, prewarmed: bool, limits) -> None:
     """On PostgreSQL one commit with the grant and the place. A pre-warmed sandbox gets its files with its first run."""
     ada.post("environments/earlier/join", join_body())  # inserts the agent's quota

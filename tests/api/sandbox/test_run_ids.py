@@ -48,7 +48,7 @@ def forget_responses() -> None:
 
 def find_body(path: str, agent: str, pool: Pool) -> dict[str, Any]:
     """Return a body that starts a run with RUN_ID and prints a secret."""
-    if path.startswith("runs"):
+    if path == "runs queued":
         return {"agent_did": agent, "argv": ["echo", "secret"], "pool": pool.name, "queued": path == "runs queued"}
     return AGENT if path == "agent-runs" else {"argv": ["echo", "secret"]}
 

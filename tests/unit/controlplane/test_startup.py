@@ -85,7 +85,7 @@ def test_up_waits_for_a_database_and_ends_at_once_on_sigterm(tmp_path: Path) -> 
             wait_until(lambda: "waiting for the database" in (tmp_path / "log").read_text() or up.poll() is not None, "waits")
             assert up.poll() is None
             up.send_signal(signal.SIGTERM)
-            assert up.wait(timeout=10) == -signal.SIGTERM
+            assert up.wait(timeout=60) == -signal.SIGTERM
         finally:
             up.kill()
             up.wait()
@@ -96,12 +96,15 @@ def test_up_waits_for_a_database_and_ends_at_once_on_sigterm(tmp_path: Path) -> 
 def test_up_waits_for_the_daemon_of_its_image(tmp_path: Path) -> None:
     environment = build_environment(tmp_path, SANDBOX_PROVIDER="docker", DOCKER_HOST=f"unix://{tmp_path}/docker.sock")
     with (tmp_path / "log").open("wb") as log:
-        up = subprocess.Popen([sys.executable, str(MANAGE), "up", "--initialize"], env=environment, stdout=log, stderr=log)
+        up = subprocess.Popen(
+            [sys.executable, str(MANAGE), "up", "--initialize"], env=environment, stdout=log, stderr=log,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in a job of a shell
+        )  # fmt: skip
     try:
         wait_until(lambda: "waiting for the Docker daemon" in (tmp_path / "log").read_text() or up.poll() is not None, "waits")
         assert up.poll() is None
         up.send_signal(signal.SIGINT)
-        assert up.wait(timeout=10) == 130
+        assert up.wait(timeout=60) == 130
     finally:
         up.kill()
         up.wait()

@@ -160,4 +160,4 @@ def test_lease_on_a_lost_container_wakes_with_its_stored_state(
     result = sweeps.reconcile(now=NOW + timedelta(days=3650), grace=MINUTE)  # nothing is listed, and nothing taken for lost
     assert not result.failures and Sandbox.objects.get(holder=lease.pk).lost_at is None
     assert len(bridge.emulator.list_machines()) == 1
-    assert health.query_provider() == {"name": "cloudflare", "isolated": True, "answers": True}
+    assert health.query_provider() == {"name": "cloudflare", "isolated": True, "answers": True, "disk": {}}

@@ -11,7 +11,7 @@ import pytest
 
 from leases import one_shot, snapshots
 from leases.models import Lease
-from sandboxes import files
+from sandboxes import files, installation_marks
 from sandboxes.errors import WorkspaceFull
 from sandboxes.lifecycle import WAITING
 from sandboxes.models import Pool, Snapshot
@@ -48,7 +48,9 @@ def fill(memory: MemoryProvider, lease: Lease, mib: int = 40) -> None:
 
 
 def list_state_files(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    """List the files but the note of the last start."""
+    files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    return sorted(files - {installation_marks.CHANGE_NAME})
 
 
 @pytest.mark.parametrize("excludes", [[], ["unrelated"]])

@@ -177,7 +177,7 @@ def test_an_unknown_lease_is_an_error_in_one_line(verb: str) -> None:
 RUN_ONCE = ["run_once", "--agent", "did:plc:ada", "--", "true"]
 
 
-@pytest.mark.parametrize(("argv", "status"), [(RUN_ONCE, 122), (["up"], 1), (["costs"], 1)])
+@pytest.mark.parametrize(("argv", "status"), [(RUN_ONCE, 122), (["costs"], 1)])
 def test_without_a_database_a_process_ends_with_one_line(tmp_path: Path, argv: list[str], status: int) -> None:
     process = run_manage(tmp_path, *argv, DATABASE_URL="postgres://nobody@127.0.0.1:1/nothing")
     assert (process.returncode, process.stdout, process.stderr.count("\n")) == (status, "", 1)

@@ -289,9 +289,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_DATABASE_POOLER": (
         "transaction", "tests/e2e/test_pooler.py::test_leases_behind_a_pooler_in_transaction_mode_need_the_setting",
     ),
-    "LEASEHOLD_DATABASE_CONNECTIONS": ("3", "postgresql_pool::test_threads_share_the_connections_of_their_process"),
-    "LEASEHOLD_DATABASE_IDLE": ("3s", "postgresql_pool::test_threads_share_the_connections_of_their_process"),
-    "LEASEHOLD_DATABASE_WAIT": ("3s", "postgresql_pool::test_threads_share_the_connections_of_their_process"),
+    "LEASEHOLD_DATABASE_CONNECTIONS": ("3", "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"),
+    "LEASEHOLD_DATABASE_IDLE": ("3s", "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"),
+    "LEASEHOLD_DATABASE_WAIT": ("3s", "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"),
     "SANDBOX_PROVIDER": ("docker", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_SANDBOX_IMAGE": ("other:1", image_of_sandbox),

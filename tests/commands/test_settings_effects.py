@@ -269,6 +269,7 @@ TESTS = {  # abbreviations of files
     "races": "tests/races/test_budget_races.py", "admission": "tests/unit/billing/test_budget_admission.py",
 }  # fmt: skip
 # variable -> value ({tmp} is a directory of the test), and the observation that changes with it or "file::test"
+SHARED_CONNECTIONS = "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"
 GATEWAY_LISTENER = "tests/unit/sandboxes/remote/test_gateway.py::test_gateway_settings_reach_the_listener"
 INTERNAL_TLS = "tests/unit/sandboxes/agent/test_remote.py::test_internal_port_over_tls_serves_processes_and_other_gateways"
 REMOTE_VARIABLES = "tests/unit/sandboxes/remote/test_lifecycle.py::test_variable_of_a_vendor_is_read_and_takes_precedence"
@@ -289,9 +290,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     "LEASEHOLD_DATABASE_POOLER": (
         "transaction", "tests/e2e/test_pooler.py::test_leases_behind_a_pooler_in_transaction_mode_need_the_setting",
     ),
-    "LEASEHOLD_DATABASE_CONNECTIONS": ("3", "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"),
-    "LEASEHOLD_DATABASE_IDLE": ("3s", "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"),
-    "LEASEHOLD_DATABASE_WAIT": ("3s", "tests/unit/sandboxes/db/test_postgresql_pool.py::test_threads_share_the_connections_of_their_process"),
+    "LEASEHOLD_DATABASE_CONNECTIONS": ("3", SHARED_CONNECTIONS),
+    "LEASEHOLD_DATABASE_IDLE": ("3s", SHARED_CONNECTIONS),
+    "LEASEHOLD_DATABASE_WAIT": ("3s", SHARED_CONNECTIONS),
     "SANDBOX_PROVIDER": ("docker", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_ALLOW_UNISOLATED": ("1", "config::test_each_check_finds_its_unusable_settings"),
     "LEASEHOLD_SANDBOX_IMAGE": ("other:1", image_of_sandbox),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from pytest_django import DjangoDbBlocker
 
 from controlplane.schedules import SCHEDULE
 from leases.models import Lease
@@ -33,6 +34,14 @@ GROWING = {
 # `heartbeat` makes no query; `retention` deletes a part of the history, in batches of a share that only a test has.
 EXCLUDED = {"heartbeat", "retention"}
 EXPLAINED = ("SELECT", "UPDATE", "DELETE", "WITH", "INSERT")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compact_tables(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    """Remove the dead rows afterwards: a rollback leaves them, and the statistics, to the plans of later tests."""
+    yield
+    with django_db_blocker.unblock(), connection.cursor() as cursor:
+        cursor.execute("VACUUM (FULL, ANALYZE)")
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ def test_few_runs_among_many_are_found_by_an_index(condition: Q, index: str) -> 
         run.outcome, run.kind = "oom", "file"
     Run.objects.bulk_create(runs, batch_size=500)
     with connection.cursor() as cursor:
+        cursor.execute("REINDEX TABLE sandboxes_run")  # rows that earlier tests have rolled back make an index look large
         cursor.execute("ANALYZE sandboxes_run")
     plan = Run.objects.filter(condition).order_by("-started_at", "-pk")[:20].explain()
     assert index in plan and "Sort" not in plan, plan

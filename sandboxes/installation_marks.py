@@ -50,6 +50,7 @@ class Change:
     """Committed state of one sandbox, noted by a process of this host. Rows of sandboxes are never deleted."""
 
     identity: str  # of the installation
+    generation: int  # of the installation at the time of the note
     sandbox: str
     incarnation: int
     rank: int
@@ -165,7 +166,9 @@ def note_change(sandbox: Sandbox, state: SandboxState) -> None:
             Installation.objects.filter(pk=row.pk).update(mismatch=lost)
             log.error("installation mismatch", reason=lost)
         return
-    content = json.dumps(asdict(Change(str(row.identity), str(sandbox.pk), sandbox.incarnation, STATE_RANKS[state])))
+    content = json.dumps(
+        asdict(Change(str(row.identity), row.generation, str(sandbox.pk), sandbox.incarnation, STATE_RANKS[state]))
+    )
     try:
         _replace_file(Path(settings.STATE_DIR) / CHANGE_NAME, content.encode())
     except OSError as error:
@@ -196,6 +199,8 @@ def _look_for_lost_change() -> tuple[Installation, str]:
         return get_installation(), unreadable
     if change is None or change.identity != str(row.identity):  # the mark of another installation is reported by itself
         return row, unreadable
+    if change.generation < row.generation:  # committed before a mark that the database has, or given up by a confirmation
+        return row, ""
     state = row.noted_state
     if state and (row.noted_incarnation, STATE_RANKS[SandboxState(state)]) >= (change.incarnation, change.rank):
         return row, ""
@@ -210,7 +215,10 @@ def _read_change() -> Change | None:
         values = json.loads((Path(settings.STATE_DIR) / CHANGE_NAME).read_bytes())
     except FileNotFoundError:
         return None
-    return Change(str(values["identity"]), str(UUID(values["sandbox"])), int(values["incarnation"]), int(values["rank"]))
+    return Change(
+        str(values["identity"]), int(values["generation"]), str(UUID(values["sandbox"])), int(values["incarnation"]),
+        int(values["rank"]),
+    )  # fmt: skip
 
 
 def forget_change() -> None:

@@ -239,3 +239,16 @@ def test_found_snapshots_do_not_displace_others(cold: Lease, lose_changes: Calla
     kinds = [*workspace.find_by_holder(cold.pk).values_list("kind", flat=True)]
     assert sorted(kinds) == ["asked", "found", "sleep", "sleep"]
     assert all(get_store().has(f"{each.key}/workspace") for each in find_found(cold))
+
+
+def test_confirmation_on_one_host_voids_the_notes_of_others(
+    cold: Lease, lose_changes: Callable[[], None], settings, tmp_path: Path
+) -> None:
+    write(cold, "two")
+    lose_changes()
+    assert "lacks changes" in installation_marks.find_mismatch()
+    other_host, settings.STATE_DIR = settings.STATE_DIR, tmp_path / "of another host"
+    installation.confirm(now=NOW, actor="operator")
+    settings.STATE_DIR = other_host
+    assert installation_marks.find_mismatch() == ""
+    assert not installation_marks.has_lost_changes()

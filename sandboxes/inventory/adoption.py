@@ -175,6 +175,5 @@ def _insert_snapshot(snapshot: Snapshot, sandbox: Sandbox, recipient: Recipient)
         )
         if quarantined.values_list("pk", flat=True).first() is None:
             raise SandboxNotHeld("The sandbox was released from quarantine while its files were being stored.")
-        if newest := workspace.find_latest(recipient.holder):
-            snapshot.at = newest.at - workspace.MIN_SNAPSHOT_INTERVAL
+        workspace.date_before_newest(snapshot)
         workspace.insert(snapshot)

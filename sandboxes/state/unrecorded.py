@@ -5,7 +5,6 @@ become snapshots of the lease that no wake reads by itself, because the state th
 its runs, turns and costs. The agent or an operator may restore them."""
 
 import copy
-import re
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -25,11 +24,11 @@ from sandboxes.providers.errors import Missing
 from sandboxes.state import uploads, workspace
 from sandboxes.state.exact_tars import read_omissions
 from sandboxes.state.local_copies import digest_file
+from sandboxes.state.pruning import SNAPSHOT_OBJECTS
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
 STORED_NAME = "found in the store:"
-_KEY_PATTERN = re.compile(r"(?P<key>snapshots/[0-9a-f-]{36}/(?P<time>[0-9TZ]+)-(?P<pk>[0-9a-f]{32}))/workspace")
 
 
 def find_row(name: str) -> Sandbox | None:
@@ -86,7 +85,7 @@ def replace_missing(sandbox: Sandbox, provider: Provider, *, now: datetime) -> b
 def store(row: Sandbox, listed: ProviderSandbox, provider: Provider, *, now: datetime) -> Snapshot | None:
     """Store /workspace of a sandbox that its row does not record, as a snapshot of the row's holder. Idempotent.
 
-    Return None if the engine has no files of it. Raise ProviderError, StoreError or WorkspaceFull."""
+    Return None if the engine has no such files. Raise ProviderError, StoreError or WorkspaceFull."""
     parts = parse_name(listed.name)
     assert parts
     assert row.holder
@@ -101,9 +100,9 @@ def store(row: Sandbox, listed: ProviderSandbox, provider: Provider, *, now: dat
         with workspace.persist(sandbox, provider, kind=SnapshotKind.FOUND, name=name, now=now) as snapshot:
             checkpoint("found files stored", snapshot)
             with transaction.atomic(durable=True):
-                _insert(
-                    snapshot, f"Incarnation {parts.incarnation}, which the database does not record,", now=now, is_claimed=True
-                )
+                workspace.date_before_newest(snapshot)
+                workspace.insert(snapshot)
+                _record(snapshot, f"Incarnation {parts.incarnation}, which the database does not record,", now=now)
     except Missing:
         return None
     return snapshot
@@ -122,23 +121,21 @@ def describe_found(sandbox: Sandbox) -> str:
 
 def _recover_stored(sandbox: Sandbox, *, now: datetime) -> list[Snapshot]:
     """Insert rows for the holder's snapshots in the store that have none, and are not being stored."""
+    objects = {each.key for each in get_store().entries(f"snapshots/{sandbox.holder}/") if each.key.endswith("/workspace")}
     keys = [
-        match["key"]
-        for each in get_store().entries(f"snapshots/{sandbox.holder}/")
-        if (match := _KEY_PATTERN.fullmatch(each.key))
+        match
+        for key in sorted(objects - uploads.find_claimed(objects))
+        if (match := SNAPSHOT_OBJECTS.key_pattern.fullmatch(key))
     ]
-    known = {*Snapshot.objects.filter(key__in=keys).values_list("key", flat=True)}
-    claimed = {key.removesuffix("/workspace") for key in uploads.find_claimed([f"{key}/workspace" for key in keys])}
-    return [_insert_stored(sandbox, key, now=now) for key in keys if key not in known | claimed]
+    known = {*Snapshot.objects.filter(key__in=[match[1] for match in keys]).values_list("key", flat=True)}
+    return [_insert_stored(sandbox, match[1], stored_at=match[2], now=now) for match in keys if match[1] not in known]
 
 
-def _insert_stored(sandbox: Sandbox, key: str, *, now: datetime) -> Snapshot:
+def _insert_stored(sandbox: Sandbox, key: str, *, stored_at: str, now: datetime) -> Snapshot:
     assert sandbox.holder
-    match = _KEY_PATTERN.fullmatch(f"{key}/workspace")
-    assert match
     snapshot = Snapshot(
-        pk=UUID(match["pk"]), sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=SnapshotKind.FOUND,
-        name=f"{STORED_NAME} {match['time']}", at=workspace.next_snapshot_time(sandbox.holder, now), key=key, local=False,
+        pk=UUID(key[-32:]), sandbox=sandbox, incarnation=sandbox.incarnation, holder=sandbox.holder, kind=SnapshotKind.FOUND,
+        name=f"{STORED_NAME} {stored_at}", at=workspace.next_snapshot_time(sandbox.holder, now), key=key, local=False,
         host_id=sandbox.host_id,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(dir=settings.STATE_DIR) as directory:
@@ -150,17 +147,12 @@ def _insert_stored(sandbox: Sandbox, key: str, *, now: datetime) -> Snapshot:
         with path.open("rb") as source:
             snapshot.omitted = read_omissions(source)
     with transaction.atomic(durable=True):
-        _insert(snapshot, "A snapshot that the database does not record", now=now)
+        workspace.date_before_newest(snapshot)
+        snapshot.save(force_insert=True)  # without the claim of an upload
+        _record(snapshot, "A snapshot that the database does not record", now=now)
     return snapshot
 
 
-def _insert(snapshot: Snapshot, subject: str, *, now: datetime, is_claimed: bool = False) -> None:
-    """Insert the row as older than the holder's newest snapshot, and the event. Call in a transaction."""
-    if newest := workspace.find_latest(snapshot.holder):
-        snapshot.at = newest.at - workspace.MIN_SNAPSHOT_INTERVAL
-    if is_claimed:
-        workspace.insert(snapshot)
-    else:
-        snapshot.save(force_insert=True)
+def _record(snapshot: Snapshot, subject: str, *, now: datetime) -> None:
     detail = f"{subject} was kept as the snapshot {snapshot.pk}. Restore it if its files are the ones to go on with."
     workspace.record_event(snapshot, DataEvent.Kind.FOUND, detail, now=now)

@@ -261,6 +261,12 @@ def next_snapshot_time(holder: UUID, now: datetime) -> datetime:
     return max(now, newest.at + MIN_SNAPSHOT_INTERVAL) if newest else now
 
 
+def date_before_newest(snapshot: Snapshot) -> None:
+    """Date a new snapshot before the newest one of its holder, if there is any, so that no wake reads the new one by itself."""
+    if newest := find_latest(snapshot.holder):
+        snapshot.at = newest.at - MIN_SNAPSHOT_INTERVAL
+
+
 def forget_older(holder: UUID, *, now: datetime) -> int:
     """Forget all but the newest snapshots of a holder. Return the number forgotten.
 

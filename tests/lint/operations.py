@@ -228,7 +228,7 @@ def is_required(field: "Field[Any, Any]") -> bool:
 
 
 def is_altered(old: Any, new: Any) -> bool:
-    """Return whether the column changes, not only what Django knows of it."""
+    """Return whether the column changes, and not the state of the model alone."""
     return describe(old) != describe(new)
 
 

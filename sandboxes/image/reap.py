@@ -36,38 +36,38 @@ def list_pids() -> Iterable[int]:
 
 
 def kill_tree(mark: str, gid: int | None = None, pids: Callable[[], Iterable[int]] = list_pids) -> int:
-    """Kill all processes of the exec with this mark. Return the number killed.
+    """Kill all processes of the exec with this mark, and wait until they are dead. Return the number killed.
 
     `gid` is the exec's own group id, if it has one. `pids` lists candidate processes. Processes that this user may not signal
     are skipped. Raise TimeoutError if processes are left after KILL_TIMEOUT_SECONDS."""
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
-    killed: set[int] = set()
+    killed: dict[int, bytes] = {}  # pid -> start time
     while True:
         # pid -> pidfd, which unlike a pid is never reused; -1 if the kernel (gVisor) has no pidfds
         stopped: dict[int, int] = {}
         try:
-            while _stop_more(mark, gid, pids(), stopped):
-                pass
-            if not stopped:
+            while started := _stop_more(mark, gid, pids(), stopped):
+                killed.update(started)
+            dying = [pid for pid, start_time in killed.items() if _is_alive(pid, start_time)]
+            if not stopped and not dying:
                 return len(killed)
             for pid, fd in stopped.items():
                 _send_signal(pid, fd, signal.SIGKILL)
-            killed.update(stopped)
         finally:
             for fd in stopped.values():
                 _close(fd)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(stopped)} processes were not killed in time")
+            raise TimeoutError(f"{len(dying)} processes were not killed in time")
         time.sleep(0.005)  # a killed process takes a moment to disappear
 
 
-def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[int, int]) -> bool:
-    """Stop processes of the exec that are not in `stopped` yet, and add them. Return whether there were any."""
+def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[int, int]) -> dict[int, bytes]:
+    """Stop processes of the exec that are not in `stopped` yet, and add them. Return their start times."""
     processes = {pid: process for pid in pids if (process := _inspect_process(pid, mark, gid)) is not None}
     members = {pid for pid, process in processes.items() if process.belongs}
     while descendants := {pid for pid, process in processes.items() if process.parent in members} - members:
         members |= descendants
-    before = len(stopped)
+    added = {}
     for pid in members - stopped.keys() - {1, os.getpid()}:
         if processes[pid].is_zombie:
             continue
@@ -78,9 +78,16 @@ def _stop_more(mark: str, gid: int | None, pids: Iterable[int], stopped: dict[in
         current = _inspect_process(pid, mark, gid)
         if current is not None and current.start_time == processes[pid].start_time and _send_signal(pid, fd, signal.SIGSTOP):
             stopped[pid] = fd
+            added[pid] = current.start_time
         else:
             _close(fd)
-    return len(stopped) > before
+    return added
+
+
+def _is_alive(pid: int, start_time: bytes) -> bool:
+    """Return whether a process is not dead yet. A dying one first loses its memory, and with this the mark."""
+    process = _inspect_process(pid, "", gid=0)
+    return process is not None and process.start_time == start_time and not process.is_zombie
 
 
 def _inspect_process(pid: int, mark: str, gid: int | None) -> _Process | None:

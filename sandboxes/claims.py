@@ -8,7 +8,7 @@ Correctness does not depend on the heartbeat: without it a long transfer loses i
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timedelta
 from typing import Any, BinaryIO, TypeVar, cast
@@ -19,7 +19,6 @@ from django.db import close_old_connections, connections
 from django.db.models import QuerySet
 
 from sandboxes.db.clock import Clock
-from sandboxes.db.connection_errors import CONNECTION_ERRORS, RetriesExhausted, retry_connection_errors
 from sandboxes.errors import ClaimLost
 
 log = structlog.get_logger(__name__)
@@ -70,12 +69,8 @@ class Claim(Progress):
             return self._write(max(self.deadline, self.clock() + self.ttl), **changes)
 
     def end(self) -> None:
-        """End the claim now, so that a sweep takes the next step. Retried while the database does not respond."""
-        with suppress(RetriesExhausted):
-            retry_connection_errors(
-                lambda: self._get_rows().update(**{self._column: self.clock()}),
-                "claim not ended", clock=self.clock, claim=str(self),
-            )  # fmt: skip
+        """End the claim now, so that a sweep takes the next step."""
+        self._get_rows().update(**{self._column: self.clock()})
 
     def _write(self, deadline: datetime, **changes: Any) -> bool:
         if not self._get_rows().update(**{self._column: deadline}, **changes):
@@ -186,19 +181,6 @@ def hold(claim: P) -> Iterator[P]:
     finally:
         HEARTBEAT.remove(claim)
         _held.set(previous)
-
-
-@contextmanager
-def hold_in_flight(claim: Claim) -> Iterator[Claim]:
-    """Like `hold`, and end the claim after a connection error of the database in the body.
-
-    The worker has given up then, and no sweep takes the next step before the deadline."""
-    try:
-        with hold(claim):
-            yield claim
-    except CONNECTION_ERRORS:
-        claim.end()
-        raise
 
 
 def get_held_claims() -> tuple[Progress, ...]:

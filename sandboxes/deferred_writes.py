@@ -4,14 +4,15 @@ They record the ends of operations that took effect. The heartbeat of this proce
 dies loses them: sweeps then take the next step for the rows that stayed open."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import NamedTuple
 
 import structlog
 
 from sandboxes import claims
-from sandboxes.claims import Progress
+from sandboxes.claims import Claim, Progress, hold
 from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import CONNECTION_ERRORS, RetriesExhausted, retry_connection_errors
 
@@ -82,3 +83,22 @@ def record_or_defer(record: Callable[[], object], message: str, *, clock: Clock,
         retry_connection_errors(record_in_order, message, clock=clock, **fields)
     except RetriesExhausted:
         DEFERRED.add(record, message, **fields)
+
+
+@contextmanager
+def hold_in_flight(claim: Claim) -> Iterator[Claim]:
+    """Like `claims.hold`, and like `end_on_connection_error`."""
+    with end_on_connection_error(claim), hold(claim):
+        yield claim
+
+
+@contextmanager
+def end_on_connection_error(claim: Claim) -> Iterator[Claim]:
+    """End the claim after a connection error of the database in the body: now, or as soon as the database responds.
+
+    The worker has given up then, and no sweep takes the next step before the deadline."""
+    try:
+        yield claim
+    except CONNECTION_ERRORS:
+        record_or_defer(claim.end, "claim not ended", clock=claim.clock, claim=str(claim))
+        raise

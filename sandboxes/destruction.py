@@ -15,8 +15,9 @@ from django.db.models import F, Q, Value
 from django.db.models.functions import Coalesce, Greatest, NullIf
 
 from sandboxes import quiescence, suspension
-from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
+from sandboxes.claims import CLAIM_TTL, Claim
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
+from sandboxes.deferred_writes import hold_in_flight
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, SUSPENDED, advance, checkpoint
@@ -177,10 +178,10 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     )
     if not claimed:
         return False
-    sandbox = Sandbox.objects.select_related("pool").get(pk=pk)
     rows = Sandbox.objects.filter(pk=pk, claim=token, state=DESTROYING)
     try:
         with hold_in_flight(Claim(rows, deadline=deadline, clock=clock)) as claim:
+            sandbox = Sandbox.objects.select_related("pool").get(pk=pk)
             return _destroy_claimed(sandbox, claim, clock, actor=actor)
     except ClaimLost:
         log.warning("destroy taken over", sandbox=str(pk))

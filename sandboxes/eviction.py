@@ -12,8 +12,9 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q, QuerySet
 
 from sandboxes import destruction, installation_marks, quiescence, suspension
-from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
+from sandboxes.claims import CLAIM_TTL, Claim
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.deferred_writes import hold_in_flight
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, advance, checkpoint
@@ -95,13 +96,10 @@ def finish_eviction(pk: uuid.UUID, token: uuid.UUID, *, now: datetime, actor: st
     If step 1 fails the sandbox returns to `waiting`. If step 2 fails it stays in `evicting`, and a sweep repeats the step.
     The claim is kept while the state is being stored, however long that takes."""
     clock, claimed = clock_from(now), Sandbox.objects.filter(claim=token, pk=pk, state=EVICTING)
-    sandbox = claimed.select_related("pool").first()
-    if sandbox is None:
-        return False
-    assert sandbox.deadline_at is not None  # by the constraint sandbox_in_flight_has_deadline
     try:
-        with hold_in_flight(Claim(claimed, deadline=sandbox.deadline_at, clock=clock)) as claim:
-            return _finish_claimed_eviction(sandbox, claim, clock, actor=actor)
+        with hold_in_flight(Claim(claimed, deadline=now, clock=clock)) as claim:
+            sandbox = claimed.select_related("pool").first()
+            return sandbox is not None and _finish_claimed_eviction(sandbox, claim, clock, actor=actor)
     except ClaimLost:
         log.warning("eviction taken over", sandbox=str(pk))
         return False

@@ -19,8 +19,9 @@ from django.db import transaction
 from django.db.models import DateTimeField, DurationField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet, Value
 from django.db.models.functions import Greatest
 
-from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight
+from sandboxes.claims import CLAIM_TTL, Claim
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import end_on_connection_error, hold_in_flight
 from sandboxes.errors import ClaimLost, SandboxBusy, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, RUNNING, SUSPENDED, WAITING, advance, checkpoint
@@ -115,7 +116,14 @@ def _get_ttl(provider: Provider) -> timedelta:
 
 def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: datetime, actor: str) -> bool:
     """Freeze the processes or stop the sandbox, and end the claim. Returns whether the sandbox is suspended."""
-    clock, own_claim = clock_from(now), Q(claim=token)
+    clock = clock_from(now)
+    rows = Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED)
+    with end_on_connection_error(Claim(rows, deadline=now, clock=clock)):
+        return _finish_claimed(sandbox, provider, token, clock, actor=actor)
+
+
+def _finish_claimed(sandbox: Sandbox, provider: Provider, token: uuid.UUID, clock: Clock, *, actor: str) -> bool:
+    own_claim = Q(claim=token)
     try:
         if provider.suspend_keeps_processes:
             provider.suspend(sandbox.ref)

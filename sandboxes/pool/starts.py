@@ -17,9 +17,10 @@ from django.db import IntegrityError, transaction
 from django.db.models import F, Q
 
 from sandboxes import destruction, eviction, installation_marks, process_restarts, providers
-from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim, hold_in_flight
+from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim
 from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
+from sandboxes.deferred_writes import hold_in_flight
 from sandboxes.egress import gateway_tokens, slots
 from sandboxes.errors import (
     CapacityExhausted,

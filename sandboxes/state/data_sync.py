@@ -18,9 +18,10 @@ from django.conf import settings
 from django.db.models import Count, F, Q, QuerySet, Sum
 from django.db.models.functions import Coalesce
 
-from sandboxes.claims import hold, note_progress
+from sandboxes.claims import note_progress
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import hold_in_flight
 from sandboxes.errors import DataFull, SandboxBusy
 from sandboxes.models import AWAKE_STATES, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataObject, DataStorageMode
@@ -56,7 +57,7 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: b
     while _needs_pull(attachment := _ensure_attachment(sandbox, now=clock()), sandbox):
         if pull.claim_pull(attachment, now=clock()):
             try:
-                with hold(pull.build_claim(attachment, clock)):
+                with hold_in_flight(pull.build_claim(attachment, clock)):
                     pull.pull(attachment, sandbox, provider, clock, is_first=is_first)
                 break
             except pull.ObjectMissing:

@@ -15,8 +15,9 @@ from django.db.models import Count, F, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
 
 from sandboxes import agent_shares, destruction, eviction, providers, suspension, sweep_log
-from sandboxes.claims import CLAIM_TTL
+from sandboxes.claims import CLAIM_TTL, Claim
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.deferred_writes import end_on_connection_error
 from sandboxes.engine_turns import Engine, EngineTurns, alternate, list_by_engine
 from sandboxes.errors import CapacityPending, SandboxError, SandboxNotReady, WorkspaceFull
 from sandboxes.hosts import capacity, registry
@@ -92,7 +93,10 @@ def _evict_batch(on_engine: Q, size: int, result: SweepResult, *, now: datetime,
     for was in (WAITING, SUSPENDED, WARM):
         token = uuid.uuid4()
         if claimed := claim_idle(was, token, now=now, limit=size, guard=on_engine):
-            for pk, agent_did in Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", "agent_did"):
+            rows = Sandbox.objects.filter(claim=token, state=EVICTING)
+            with end_on_connection_error(Claim(rows, deadline=now, clock=clock)):
+                agents = list(rows.values_list("pk", "agent_did"))
+            for pk, agent_did in agents:
                 with agent_shares.EVICTIONS.entering(agent_did):  # a claimed sandbox is evicted in any case
                     _evict_one(pk, token, result, now=clock())
             return claimed

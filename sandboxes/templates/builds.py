@@ -23,8 +23,9 @@ from django.db import transaction
 from django.db.models import F, Q, QuerySet
 
 from sandboxes import providers
-from sandboxes.claims import CLAIM_TTL, Claim, hold_in_flight, note_progress
+from sandboxes.claims import CLAIM_TTL, Claim, note_progress
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import hold_in_flight
 from sandboxes.errors import ClaimLost, InvalidTemplate, TemplateBusy, TemplateInUse, TemplatesNotSupported, WrongHost
 from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine

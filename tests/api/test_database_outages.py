@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from sandboxes.providers.memory.programs import ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from tests.api.conftest import ApiClient
 from tests.conftest import MINUTE
-from tests.support.outages import Outage, injected
+from tests.support.outages import OUTAGES, Outage, injected, list_steps
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -72,9 +71,6 @@ def fail(*args: Any, **options: Any) -> Any:
     raise OperationalError("the connection is closed")
 
 
-OUTAGES = [(False, 1), (False, None), (True, 1), (True, None)]  # whether the first statement takes effect; length, None: long
-
-
 def survive(service: Service, act: Callable[[Service, str], Any], outage: Outage, key: str) -> Any:
     """Return the answer to the repeated request after an outage, None if the outage has not begun."""
     with injected(outage):
@@ -90,7 +86,7 @@ def survive(service: Service, act: Callable[[Service, str], Any], outage: Outage
 @pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
 def test_exec_at_any_step(service: Service, failover: Callable[..., Any], loses_answer: bool, lasts: int | None) -> None:
     exec_counted(service, "first")
-    for step in count():
+    for step in list_steps(loses_answer, lasts):
         response = survive(service, exec_counted, Outage(step, loses_answer=loses_answer, lasts=lasts), str(step))
         if response is None:
             break

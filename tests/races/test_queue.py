@@ -4,7 +4,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -20,13 +20,17 @@ from leases.queue.models import MAX_RUN_ATTEMPT, QueuedRun
 from leases.queue.queue import Attempt, QueueOptions
 from leases.queue.runner import Runner
 from leases.retention.sweep import delete_expired
+from sandboxes import claims
+from sandboxes.db.connection_errors import RetriesExhausted
 from sandboxes.db.sql import ALWAYS
 from sandboxes.models import Event, Host, Pool, Run, Sandbox
 from sandboxes.providers.errors import FailureCause, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.providers.memory.programs import ProgramCall, ProgramResult
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
+from tests.support.outages import OUTAGES, Outage, injected, list_steps
 from tests.support.suites import without_vendors
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("queue: SKIP LOCKED and hand-written SQL")]
@@ -817,3 +821,36 @@ def test_rejected_start_of_a_new_sandbox_is_tried_again(pool: Pool, memory: Memo
     assert (reload(row).state, reload(row).error["message"] != "") == ("queued", True)
     work(NOW + 5 * MINUTE)
     assert reload(row).state == "completed"
+
+
+# --- outages of the database --------------------------------------------------------------------------------------
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_outage_at_any_step_of_a_run(
+    lease: Lease, pool: Pool, memory: MemoryProvider, failover: Callable[..., Any], loses_answer: bool, lasts: int | None
+) -> None:
+    executions = Counter[str]()
+
+    def execute(call: ProgramCall) -> ProgramResult:
+        executions[call.argv[1]] += 1
+        return ProgramResult(3, b"")
+
+    memory.programs["count"] = execute
+    for step in list_steps(loses_answer, lasts):
+        row = enqueue(pool, lease, argv=["count", str(step)])
+        with injected(Outage(step, loses_answer=loses_answer, lasts=lasts)) as outage:
+            with suppress(OperationalError, RetriesExhausted):
+                work()
+            if not outage.has_begun:
+                break
+            outage.end()
+        claims.HEARTBEAT.beat()
+        for minutes in (1, 5, 10):
+            sweeps.recover_stalled(now=NOW + minutes * MINUTE)
+            work(NOW + minutes * MINUTE)
+        ended = reload(row)
+        assert (step, ended.state, ended.exit_code, executions[str(step)]) == (step, "failed", 3, 1), ended.error
+        assert not Run.objects.filter(ended_at__isnull=True).exists()
+    assert step > 10

@@ -2,10 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connections
+
+from tests.support.search import SEARCH
+
+OUTAGES = [(False, 1), (False, None), (True, 1), (True, None)]  # whether the first statement takes effect; length, None: long
+
+
+def list_steps(loses_answer: bool, lasts: int | None) -> Iterator[int]:
+    """Count the statements and commits before an outage; in the fast suite every eighth, others for each kind of outage."""
+    return count() if SEARCH != "fast" else count(OUTAGES.index((loses_answer, lasts)), 8)
 
 
 class Outage:

@@ -1,0 +1,201 @@
+"""Outages of the database at every statement and commit of an operation: repeated, it takes effect once and loses nothing."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.db import OperationalError
+
+from billing import metering
+from billing.models import UsageRecord
+from leases import leasing, sweeps
+from leases.models import EnvironmentType, Lease
+from sandboxes import claims
+from sandboxes.db.connection_errors import RetriesExhausted
+from sandboxes.errors import SandboxBusy, SandboxError
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
+from sandboxes.pool import allocation
+from sandboxes.providers.memory import MemoryProvider
+from sandboxes.state import data_sync
+from sandboxes.sweeps import passes
+from tests.conftest import MINUTE, NOW
+from tests.support.leases import read, run, write
+from tests.support.outages import OUTAGES, Outage, injected, list_steps
+
+pytestmark = pytest.mark.django_db(transaction=True)
+WEATHER = (OperationalError, RetriesExhausted, SandboxError)
+IDLE, LATER = NOW + 10 * MINUTE, NOW + timedelta(hours=1)
+
+
+@dataclass
+class Sandboxes:
+    """Leases of a test, one at each step."""
+
+    grant: Callable[..., Lease]
+    pool: Pool
+    memory: MemoryProvider
+
+    def start(self, environment: str) -> Lease:
+        return self.grant(environment=environment)
+
+    def write(self, environment: str) -> Lease:
+        lease = self.start(environment)
+        write(lease)
+        return lease
+
+    def sleep(self, environment: str) -> Lease:
+        lease = self.write(environment)
+        passes.evict_idle(now=IDLE)
+        return lease
+
+
+def give_up(seconds: float) -> None:
+    raise SandboxBusy("another process has the sandbox")
+
+
+@pytest.fixture
+def sandboxes(
+    grant: Callable[..., Lease], pool: Pool, memory: MemoryProvider, failover: Any, monkeypatch: pytest.MonkeyPatch
+) -> Sandboxes:
+    """Sandboxes whose start, sleep or pull nobody waits for: a request that meets one is answered "busy"."""
+    monkeypatch.setattr(allocation, "time", SimpleNamespace(sleep=give_up))
+    monkeypatch.setattr(data_sync, "time", SimpleNamespace(sleep=give_up))
+    return Sandboxes(grant, pool, memory)
+
+
+def survive(act: Callable[[], object], outage: Outage, *, now: datetime) -> datetime | None:
+    """Act at `now` during an outage and again after it, as clients and sweeps do. Return the time of the sweeps after it.
+
+    Two minutes later those that were told of the outage have ended their claims; after a lost answer it is an hour.
+    None if the outage has not begun."""
+    with injected(outage):
+        with suppress(*WEATHER):
+            act()
+        if not outage.has_begun:
+            return None
+        outage.end()
+    claims.HEARTBEAT.beat()
+    with suppress(SandboxError):  # busy: the first attempt counts until its claim expires
+        act()
+    later = now + (timedelta(hours=1) if outage.loses_answer else 2 * MINUTE)
+    sweep(later)
+    return later
+
+
+def sweep(now: datetime) -> None:
+    sweeps.recover_stalled(now=now)
+    sweeps.reclaim(now=now)
+    sweeps.reconcile(now=now, grace=timedelta(0))
+
+
+def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
+    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE_STATES, "cold"))
+    assert {each.name for each in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
+    assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
+    assert not Run.objects.filter(ended_at__isnull=True).exists()
+
+
+def release(lease: Lease) -> None:
+    leasing.release(lease.pk, now=NOW)
+    sweeps.reclaim(now=NOW)
+
+
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_start_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+    for step in list_steps(loses_answer, lasts):
+        later = survive(partial(sandboxes.write, f"e{step}"), Outage(step, loses_answer=loses_answer, lasts=lasts), now=NOW)
+        if later is None:
+            break
+        lease = sandboxes.start(f"e{step}")
+        assert (step, run(lease, now=later).exit_code) == (step, 0)
+        assert Lease.objects.filter(environment_id=f"e{step}", ended_at__isnull=True).count() == 1
+        assert_converged(sandboxes.pool, sandboxes.memory)
+    assert step > 15
+
+
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_sleep_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+    for step in list_steps(loses_answer, lasts):
+        lease = sandboxes.write(f"e{step}")
+        later = survive(partial(passes.evict_idle, now=IDLE), Outage(step, loses_answer=loses_answer, lasts=lasts), now=IDLE)
+        if later is None:
+            break
+        passes.evict_idle(now=later)
+        assert (step, Sandbox.objects.get(holder=lease.pk).state) == (step, "cold")
+        assert read(lease, now=later) == "kept"
+        assert_converged(sandboxes.pool, sandboxes.memory)
+        release(lease)
+    assert step > 10
+
+
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_wake_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+    for step in list_steps(loses_answer, lasts):
+        lease = sandboxes.sleep(f"e{step}")
+        later = survive(
+            partial(read, lease, now=IDLE + MINUTE), Outage(step, loses_answer=loses_answer, lasts=lasts), now=IDLE + MINUTE
+        )
+        if later is None:
+            break
+        assert (step, read(lease, now=later)) == (step, "kept")
+        assert_converged(sandboxes.pool, sandboxes.memory)
+        release(lease)
+    assert step > 10
+
+
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_suspension_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+    EnvironmentType.objects.update(suspend_after=MINUTE)
+    for step in list_steps(loses_answer, lasts):
+        lease = sandboxes.write(f"e{step}")
+        act, now = partial(passes.suspend_waiting, now=NOW + 2 * MINUTE), NOW + 2 * MINUTE
+        later = survive(act, Outage(step, loses_answer=loses_answer, lasts=lasts), now=now)
+        if later is None:
+            break
+        passes.suspend_waiting(now=later)
+        assert (step, Sandbox.objects.get(holder=lease.pk).state) == (step, "suspended")
+        assert read(lease, now=later) == "kept"
+        assert_converged(sandboxes.pool, sandboxes.memory)
+        release(lease)
+    assert step > 5
+
+
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_release_and_destroy_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+    for step in list_steps(loses_answer, lasts):
+        lease = sandboxes.write(f"e{step}")
+        later = survive(partial(release, lease), Outage(step, loses_answer=loses_answer, lasts=lasts), now=NOW)
+        if later is None:
+            break
+        lease.refresh_from_db()
+        assert (step, lease.ended_at is not None, lease.end_reason) == (step, True, "released")
+        assert_converged(sandboxes.pool, sandboxes.memory)
+        assert not sandboxes.memory.list(str(sandboxes.pool.owner))
+    assert step > 10
+
+
+@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+def test_metering_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+    for step in list_steps(loses_answer, lasts):
+        release(sandboxes.write(f"e{step}"))
+        now = LATER + step * MINUTE
+        later = survive(partial(metering.meter_usage, now=now), Outage(step, loses_answer=loses_answer, lasts=lasts), now=now)
+        if later is None:
+            break
+        metering.meter_usage(now=now)
+        metered = read_usage()
+        metering.reset_usage()
+        metering.meter_usage(now=now)
+        assert (step, read_usage()) == (step, metered)
+    assert step > 10
+
+
+def read_usage() -> list[tuple[Any, ...]]:
+    return sorted(
+        UsageRecord.objects.values_list("sandbox_id", "item", "state", "began_at", "ended_at", "calls", "size_bytes"), key=str
+    )

@@ -88,7 +88,8 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         log.exception("health report failed")
         return _build_report(database=True, missing=["The database reports an error. The log has it."])
     skew = database_time.get_skew()
-    egress = _get_sweep_status(sweep_rows.pop(EGRESS_HEARTBEAT), now, EGRESS_HEARTBEAT_INTERVAL)
+    egress_row = sweep_rows.pop(EGRESS_HEARTBEAT)
+    egress = _get_sweep_status(egress_row, now, EGRESS_HEARTBEAT_INTERVAL)
     sweeps = {name: _get_sweep_status(row, now, schedules.get_interval(name)) for name, row in sweep_rows.items()}
     installed_at = min((host.created_at for host in hosts), default=None)
     host_counts = registry.count_by_state(hosts, now=now)
@@ -119,6 +120,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
         *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
         *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, pools, now=now), *_iter_sweep_warnings(overdue),
         *_iter_store_warnings(missing_state, is_unmarked=is_unmarked), *_iter_webhook_warnings(webhooks),
+        *_iter_agent_warnings(egress_row),
     ]  # fmt: skip
     return _build_report(
         database=True, migrated=True, missing=missing, provider=provider, sweeps=sweeps, queue={"waiting": queued},
@@ -222,6 +224,14 @@ def _iter_webhook_warnings(failing: FailingWebhooks) -> Iterator[str]:
         yield f"Webhooks disabled after failures, which send nothing: {failing.disabled}. The page Webhooks has their errors."
     if failing.failing:
         yield f"Webhooks whose receiver fails: {failing.failing}. The page Webhooks has their errors."
+
+
+def _iter_agent_warnings(egress: Sweep | None) -> Iterator[str]:
+    if egress and (outdated := egress.counts.get("agent outdated", 0)):
+        yield (
+            f"Sandboxes whose agent is of another version, so that background processes and terminals fail: {outdated}. "
+            "Put them to sleep: they wake with this version's agent."
+        )
 
 
 def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:

@@ -347,6 +347,10 @@ def _build_gateway_families(gateways: Mapping[str, Mapping[str, int]]) -> Iterat
         ["host"], {(host,): counts.get("connected", 0) for host, counts in gateways.items()},
     )  # fmt: skip
     yield _build_family(
+        GaugeMetricFamily, "agents_outdated", "Agents in sandboxes whose version this one does not speak with.",
+        ["host"], {(host,): counts.get("outdated", 0) for host, counts in gateways.items()},
+    )  # fmt: skip
+    yield _build_family(
         CounterMetricFamily, "agent_events",
         "Sessions of agents, executions by agents, violations of their protocol and rejected connections of other processes.",
         ["host", "event"],

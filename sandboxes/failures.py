@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from django.db import InterfaceError, OperationalError
 
-from sandboxes.agent.client import ConnectionLost, NotConnected
+from sandboxes.agent.addresses import AgentOutdated, NotConnected
+from sandboxes.agent.client import ConnectionLost
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import OutcomeUnknown
 from sandboxes.errors import CapacityExhausted, NoPoolAvailable, SandboxError
@@ -12,8 +13,9 @@ from sandboxes.providers.errors import FailureCause, ProviderError, Unavailable
 from sandboxes.storage.base import StoreError
 
 CODED_ERRORS = (SandboxError, ProviderError, StoreError)
-OPERATOR_CAUSES = (FailureCause.CREDENTIALS_REFUSED, FailureCause.IMAGE_UNUSABLE)
+OPERATOR_CAUSES = (FailureCause.CREDENTIALS_REFUSED, FailureCause.IMAGE_UNUSABLE, FailureCause.AGENT_OUTDATED)
 CAUSE_BY_ERROR: dict[type[Exception], str] = {  # of errors that do not state a FailureCause
+    AgentOutdated: FailureCause.AGENT_OUTDATED.value,
     NotConnected: FailureCause.AGENT_NOT_CONNECTED.value,
     ConnectionLost: FailureCause.AGENT_NOT_CONNECTED.value,
     ProtocolError: FailureCause.AGENT_FAILED.value,
@@ -55,7 +57,8 @@ def find_retry_after(error: BaseException) -> int | None:
 
 
 def needs_operator(error: BaseException) -> bool:
-    """Return whether a repetition fails until an operator acts: the API key is refused, or the image is missing.
+    """Return whether a repetition fails until an operator acts: the API key is refused, the image is missing, or the sandbox
+    has to be put to sleep, because its agent is of another version.
 
     An error of several pools has the cause of the last one: another pool may get a place meanwhile."""
     return not isinstance(error, NoPoolAvailable | CapacityExhausted) and find_cause(error) in OPERATOR_CAUSES

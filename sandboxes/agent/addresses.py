@@ -23,6 +23,10 @@ class NotConnected(Exception):
     """No agent or no gateway is there. Nothing was sent to an agent."""
 
 
+class AgentOutdated(NotConnected):
+    """The agent is there, and its protocol is not spoken by this version. Nothing was sent to it."""
+
+
 class GatewayDown(NotConnected):
     """The gateway is being started again, or the agent is connecting to another one. Nothing was sent."""
 

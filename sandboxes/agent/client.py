@@ -13,9 +13,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sandboxes.agent.addresses import GREETING_TIMEOUT_SECONDS, GatewayAddress, GatewayDown, NotConnected, UnixGateway
+from sandboxes.agent.addresses import (
+    GREETING_TIMEOUT_SECONDS,
+    AgentOutdated,
+    GatewayAddress,
+    GatewayDown,
+    NotConnected,
+    UnixGateway,
+)
 from sandboxes.agent.gateway import encode_control_frame
-from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, encode_frame, parse_hello
+from sandboxes.agent.protocol import (
+    Frame,
+    FrameReader,
+    ProtocolError,
+    RawFrame,
+    UnsupportedVersion,
+    encode_frame,
+    parse_hello,
+)
 
 CHUNK_BYTES = 1 << 18
 MAX_IDLE_CONNECTIONS = 64  # of a process; the oldest is closed
@@ -53,7 +68,8 @@ class AgentConnection:
             self.boot = parse_hello(self._receive(timeout=wait + GREETING_TIMEOUT_SECONDS))
         except (ConnectionLost, ProtocolError) as error:
             self._socket.close()
-            raise NotConnected(f"No agent is connected: {error}") from error
+            kind = AgentOutdated if isinstance(error, UnsupportedVersion) else NotConnected
+            raise kind(f"No agent is connected: {error}") from error
 
     def request(self, head: Mapping[str, Any], body: bytes = b"", *, timeout: float) -> Frame:
         """Send one request and wait up to `timeout` seconds for its response. Raise ConnectionLost, ProtocolError."""

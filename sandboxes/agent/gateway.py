@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,10 +26,12 @@ from sandboxes.agent.protocol import (
     FrameReader,
     ProtocolError,
     RawFrame,
+    UnsupportedVersion,
     parse_hello,
 )
 
 log = structlog.get_logger(__name__)
+OUTDATED_SECONDS = 30.0  # several times the longest pause of an agent between two connections
 HELLO_TIMEOUT_SECONDS = 5.0
 REJECTION_PAUSE_SECONDS = 0.2  # for which a slot accepts nothing after connections of other processes than its agent
 REJECTION_LOG_SECONDS = 60.0  # between two lines about the rejections of a slot
@@ -102,6 +105,9 @@ class AgentSession(asyncio.Protocol):
                     self._forward_response(frame)
                 else:
                     self._accept_hello(frame)
+        except UnsupportedVersion as error:
+            self._gateway.note_outdated(self.container, frame.encode(0), str(error))
+            self._transport.abort()
         except ProtocolError as error:
             self.end(str(error))
 
@@ -187,7 +193,7 @@ class ClientSession(asyncio.Protocol):
     async def _open(self, container: str, wait: float, number: int) -> None:
         session = await self._gateway.wait_for_session(container, wait)
         if session is None or session.number != number:
-            self.send(encode_control_frame({"error": "not_connected"}))
+            self.send(self._gateway.find_outdated(container) or encode_control_frame({"error": "not_connected"}))
             self._transport.close()
             return
         self._session = session
@@ -221,6 +227,7 @@ class AgentGateway:
         self._sessions: dict[str, AgentSession] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}  # of clients, by container
         self._tasks: set[asyncio.Task[object]] = set()
+        self._outdated: dict[str, tuple[bytes, float]] = {}  # by container: greeting of its agent, and when
         self._rejections: dict[Path, tuple[int, float]] = {}  # by socket: number since the last line in the log, and its time
         self._settled_at = 0.0
         self.connect_elsewhere: Callable[[str], Awaitable[Session | None]] | None = None  # to the gateway that has an agent
@@ -256,8 +263,26 @@ class AgentGateway:
         self.counts[f"fallbacks {reason}"] += 1
 
     def read_counts(self) -> dict[str, int]:
-        """Return the counts, and the number of agents that are connected now (`connected`)."""
-        return {**self.counts, "connected": len(self._sessions)}
+        """Return the counts, and the numbers of agents that are connected now (`connected`) and not spoken to (`outdated`)."""
+        self._forget_outdated()
+        return {**self.counts, "connected": len(self._sessions), "outdated": len(self._outdated)}
+
+    def note_outdated(self, container: str, greeting: bytes, reason: str) -> None:
+        """Note an agent whose version is not spoken. It connects again and again. Clients get its greeting."""
+        if container not in self._outdated:
+            log.warning("agent of another version", container=container[:12], reason=reason)
+        self._outdated[container] = greeting, time.monotonic()
+        self._wake_waiters(container)
+
+    def find_outdated(self, container: str) -> bytes:
+        """Return the greeting of an agent that is not spoken to, b"" if there is none."""
+        self._forget_outdated()
+        return self._outdated.get(container, (b"", 0.0))[0]
+
+    def _forget_outdated(self) -> None:
+        """Forget agents that have not connected for a while: their sandboxes have ended."""
+        since = time.monotonic() - OUTDATED_SECONDS
+        self._outdated = {container: noted for container, noted in self._outdated.items() if noted[1] > since}
 
     def _accept(self, listener: socket.socket, path: Path) -> None:
         """Accept all connections that wait, so that those which are rejected do not delay the agent behind them."""
@@ -315,9 +340,13 @@ class AgentGateway:
     def add_session(self, session: AgentSession) -> None:
         previous, self._sessions[session.container] = self._sessions.get(session.container), session
         self.counts["sessions"] += 1
+        self._outdated.pop(session.container, None)
         if previous is not None:
             previous.end()
-        for waiter in self._waiters.get(session.container, ()):
+        self._wake_waiters(session.container)
+
+    def _wake_waiters(self, container: str) -> None:
+        for waiter in self._waiters.get(container, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -333,11 +362,11 @@ class AgentGateway:
         return found or await self.wait_for_session(container, seconds)
 
     async def wait_for_session(self, container: str, seconds: float) -> AgentSession | None:
-        """Return the session of a container's agent, or None if there is none within `seconds`.
+        """Return the session of a container's agent, or None if there is none within `seconds`, or one of another version.
 
         Waits at most MAX_WAIT_SECONDS, but after the gateway's start until all agents have had the time to connect."""
         seconds = min(seconds, max(MAX_WAIT_SECONDS, self._settled_at - asyncio.get_running_loop().time()))
-        if container not in self._sessions and seconds > 0:
+        if container not in self._sessions and not self.find_outdated(container) and seconds > 0:
             waiter = asyncio.get_running_loop().create_future()
             waiters = self._waiters.setdefault(container, set())
             waiters.add(waiter)

@@ -45,6 +45,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 VERSION = 2
+OLDEST_VERSION = 2  # spoken. From the next version on it is the one before VERSION, whose agents live on after an upgrade
 PROTOCOL = "leasehold-agent"
 HEADER = struct.Struct(">III")
 MAX_HEAD_BYTES = 4 << 10
@@ -59,6 +60,10 @@ STATES = ("running", "ended", "busy", "acknowledged", "unknown")
 
 class ProtocolError(Exception):
     """The agent violated the protocol. Its connection is closed."""
+
+
+class UnsupportedVersion(ProtocolError):
+    """The agent is that of an older or newer version of Leasehold."""
 
 
 class TerminalSize(NamedTuple):
@@ -142,11 +147,17 @@ class FrameReader:
 
 
 def parse_hello(frame: Frame) -> str:
-    """Return the agent's boot id from its first frame. Raise ProtocolError."""
+    """Return the agent's boot id from its first frame. Raise ProtocolError, UnsupportedVersion."""
     head = frame.head
     boot = head.get("boot")
-    if frame.request_id != 0 or head.get("protocol") != PROTOCOL or head.get("version") != VERSION:
-        raise ProtocolError("no greeting of a supported version")
+    version = head.get("version")
+    if frame.request_id != 0 or head.get("protocol") != PROTOCOL or not isinstance(version, int):
+        raise ProtocolError("no greeting")
+    if not OLDEST_VERSION <= version <= VERSION:
+        raise UnsupportedVersion(
+            f"its agent is of another version of Leasehold (protocol {version}, not {OLDEST_VERSION} to {VERSION}), "
+            "and is replaced when the sandbox sleeps and wakes"
+        )
     if not isinstance(boot, str) or not 16 <= len(boot) <= MAX_BOOT_CHARACTERS:
         raise ProtocolError("invalid boot id")
     return boot

@@ -14,6 +14,7 @@ class FailureCause(StrEnum):
     ENGINE_ERROR = "engine_error"  # the engine answered with an error of its own
     ENGINE_REPLACED = "engine_replaced"  # the engine is not the one that started the sandbox
     AGENT_NOT_CONNECTED = "agent_not_connected"  # no agent of the sandbox is connected, or its connection was lost
+    AGENT_OUTDATED = "agent_outdated"  # the agent in the sandbox is of a version that this one does not speak with
     AGENT_FAILED = "agent_failed"  # the agent in the sandbox violated its protocol, or has lost a result
     RATE_LIMITED = "rate_limited"  # the vendor of a remote provider refuses more requests for now
     CREDENTIALS_REFUSED = "credentials_refused"  # the vendor of a remote provider does not accept the API key

@@ -64,9 +64,15 @@ def test_sweeps_that_never_succeeded_are_warned_about_by_name(client, sandbox, a
     assert warnings(client) == named * is_named
 
 
-def test_low_disk_is_warned_about_without_its_path(client, settings, monkeypatch) -> None:
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch, isolate_state_dirs: None) -> dict[str, int]:
+    """Free bytes of the directories. They stay the same, although other processes write between two requests."""
     free = disk_space.measure_free_space()
-    monkeypatch.setattr(disk_space, "measure_free_space", lambda: free)  # other processes write between two requests
+    monkeypatch.setattr(disk_space, "measure_free_space", lambda: free)
+    return free
+
+
+def test_low_disk_is_warned_about_without_its_path(client, settings, free) -> None:
     assert client.get("/healthz").json()["disk_free_bytes"] == free
     assert {"state", "store"} <= free.keys() and min(free.values()) > 0
     settings.MIN_FREE_DISK = 1 << 60
@@ -126,7 +132,9 @@ def test_failing_webhooks_are_warned_about(client, sandbox, fields: dict, text: 
     assert warnings(client) == ([text] if text else [])
 
 
-def test_the_disk_of_the_engine_is_measured_and_warned_about(client, sandbox, memory, settings, tmp_path, monkeypatch) -> None:
+def test_the_disk_of_the_engine_is_measured_and_warned_about(
+    client, sandbox, memory, settings, tmp_path, free, monkeypatch
+) -> None:
     memory.disk = tmp_path
     status = health.query_provider()
     monkeypatch.setattr(health.provider_probe, "get_status", lambda: status)
@@ -201,3 +209,10 @@ def test_a_refused_api_key_is_named_in_place_of_a_provider_that_does_not_respond
     assert f"The provider memory refuses the API key since {NOW:%Y-%m-%d %H:%M} UTC." in client.get("/readyz").json()["missing"]
     with memory.fail("list", Unavailable("away")):
         assert "key_refused" not in health.query_provider()
+
+
+def test_agents_of_another_version_are_warned_about(client, sandbox) -> None:
+    Sweep.objects.filter(name=health.EGRESS_HEARTBEAT).update(counts={"agent outdated": 2})
+    assert [each.partition(": ")[2] for each in warnings(client)] == [
+        "2. Put them to sleep: they wake with this version's agent."
+    ]

@@ -92,7 +92,7 @@ def test_gateway_counts_agents_executions_and_fallbacks(gateway):
     gateway.client.acknowledge("r1")
     for reason in ("busy", "busy", "unknown"):
         report_fallback(gateway.client_path, reason)
-    wanted = {"connected": 1, "sessions": 1, "executions": 1, "fallbacks busy": 2}
+    wanted = {"connected": 1, "outdated": 0, "sessions": 1, "executions": 1, "fallbacks busy": 2}
     wait_until(lambda: gateway.gateway.read_counts() == wanted, "all is counted")
 
 

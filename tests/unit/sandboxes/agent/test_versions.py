@@ -68,7 +68,7 @@ def test_agent_of_a_version_that_is_not_spoken_is_named(gateway: Gateway, tmp_pa
 
 
 def test_version_before_is_spoken() -> None:
-    assert OLDEST_VERSION == max(VERSION - 1, 2)  # there was no release with version 1
+    assert max(VERSION - 1, 2) == OLDEST_VERSION  # there was no release with version 1
 
 
 def test_agent_that_has_not_connected_for_a_while_is_forgotten(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

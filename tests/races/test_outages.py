@@ -62,7 +62,7 @@ def give_up(seconds: float) -> None:
 def sandboxes(
     grant: Callable[..., Lease], pool: Pool, memory: MemoryProvider, failover: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Sandboxes:
-    """Sandboxes whose start, sleep or pull nobody waits for: a request that meets one is answered "busy"."""
+    """Sandboxes of which a start, sleep or pull in progress is not waited for: a request is answered "busy"."""
     monkeypatch.setattr(allocation, "time", SimpleNamespace(sleep=give_up))
     monkeypatch.setattr(data_sync, "time", SimpleNamespace(sleep=give_up))
     return Sandboxes(grant, pool, memory)
@@ -71,7 +71,7 @@ def sandboxes(
 def survive(act: Callable[[], object], outage: Outage, *, now: datetime) -> datetime | None:
     """Act at `now` during an outage and again after it, as clients and sweeps do. Return the time of the sweeps after it.
 
-    Two minutes later those that were told of the outage have ended their claims; after a lost answer it is an hour.
+    Workers that got an error have ended their claims two minutes later. A claim whose answer was lost ends within an hour.
     None if the outage has not begun."""
     with injected(outage):
         with suppress(*WEATHER):

@@ -19,9 +19,9 @@ from django.db import transaction
 from django.db.models import DateTimeField, DurationField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet, Value
 from django.db.models.functions import Greatest
 
-from sandboxes.claims import CLAIM_TTL, Claim
+from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.deferred_writes import end_on_connection_error, hold_in_flight
+from sandboxes.deferred_writes import end_on_connection_error
 from sandboxes.errors import ClaimLost, SandboxBusy, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, RUNNING, SUSPENDED, WAITING, advance, checkpoint
@@ -119,15 +119,17 @@ def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: date
     clock = clock_from(now)
     rows = Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED)
     with end_on_connection_error(Claim(rows, deadline=now, clock=clock)):
-        return _finish_claimed(sandbox, provider, token, clock, actor=actor)
+        return _finish_claimed(sandbox, provider, token, rows, clock, actor=actor)
 
 
-def _finish_claimed(sandbox: Sandbox, provider: Provider, token: uuid.UUID, clock: Clock, *, actor: str) -> bool:
+def _finish_claimed(
+    sandbox: Sandbox, provider: Provider, token: uuid.UUID, rows: QuerySet[Sandbox], clock: Clock, *, actor: str
+) -> bool:
     own_claim = Q(claim=token)
     try:
         if provider.suspend_keeps_processes:
             provider.suspend(sandbox.ref)
-        elif not _store_and_stop(sandbox, provider, token, clock):
+        elif not _store_and_stop(rows, provider, clock):
             return False
     except ClaimLost:
         return False
@@ -153,24 +155,23 @@ def _finish_claimed(sandbox: Sandbox, provider: Provider, token: uuid.UUID, cloc
     return False
 
 
-def _store_and_stop(sandbox: Sandbox, provider: Provider, token: uuid.UUID, clock: Clock) -> bool:
+def _store_and_stop(rows: QuerySet[Sandbox], provider: Provider, clock: Clock) -> bool:
     """Store the state of a claimed sandbox, and stop it. Returns False if the claim was lost. Raises ClaimLost, too.
 
     1. Store /data and the workspace, unless they are stored since the last run.
     2. Stop the sandbox at the vendor, with the claim extended before."""
-    rows = Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED)
     claimed = rows.select_related("pool").first()
     if claimed is None:
         return False
     assert claimed.deadline_at is not None
-    with hold_in_flight(Claim(rows, deadline=claimed.deadline_at, clock=clock, ttl=STOP_TTL)) as claim:
+    with hold(Claim(rows, deadline=claimed.deadline_at, clock=clock, ttl=STOP_TTL)) as claim:
         if workspace.has_unsaved_state(claimed):
             data_sync.persist_waiting(claimed, provider, now=clock())
             if not workspace.persist_claimed(claimed, provider, claim, clock=clock):
                 return False
-        checkpoint("suspension stored", sandbox)
+        checkpoint("suspension stored", claimed)
         claim.keep()
-        provider.suspend(sandbox.ref)
+        provider.suspend(claimed.ref)
     return True
 
 

@@ -53,6 +53,7 @@ MAX_BODY_BYTES = 256 << 10
 MAX_REQUEST_HEAD_BYTES = 8 << 10  # as in image/agent/connection.py
 MAX_REQUEST_BODY_BYTES = 4 << 20  # as in image/agent/connection.py: command and stdin
 MAX_BOOT_CHARACTERS = 64
+MAX_VERSION = 1 << 16
 MAX_AGE_SECONDS = 1 << 31
 _DIGEST_PATTERN = re.compile(r"([0-9a-f]{64})?")
 STATES = ("running", "ended", "busy", "acknowledged", "unknown")
@@ -153,6 +154,8 @@ def parse_hello(frame: Frame) -> str:
     version = head.get("version")
     if frame.request_id != 0 or head.get("protocol") != PROTOCOL or not isinstance(version, int):
         raise ProtocolError("no greeting")
+    if abs(version) > MAX_VERSION:
+        raise ProtocolError("invalid version")
     if not OLDEST_VERSION <= version <= VERSION:
         raise UnsupportedVersion(
             f"its agent is of another version of Leasehold (protocol {version}, not {OLDEST_VERSION} to {VERSION}), "

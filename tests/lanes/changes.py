@@ -40,6 +40,7 @@ RULES = (
     ),
     Rule(("sandboxes/providers/docker",), ("by-engine", "docker-matrix")),
     Rule(("sandboxes/image/agent", "sandboxes/agent", "sandboxes/providers/agent"), ("kubernetes", "docker-matrix")),
+    Rule(("tests/unit/sandboxes/agent/test_versions.py",), ("domain-matrix",)),
     Rule(("tests/docker",), ("docker-matrix", "kubernetes")),
     Rule(
         (

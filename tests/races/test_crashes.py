@@ -6,13 +6,13 @@ import pytest
 
 from leases import fork, leasing, sweeps
 from leases.models import Lease
-from sandboxes.models import GONE_STATES, Pool, Run, Sandbox, Snapshot
+from sandboxes.models import Pool, Run, Sandbox, Snapshot
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
-from tests.support.leases import read, run, update_pool, write
+from tests.support.leases import assert_converged, read, run, update_pool, write
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("guarded UPDATEs of the state machine")]
 LATER = NOW + timedelta(hours=1)  # every deadline has passed, no lease has
@@ -23,13 +23,6 @@ def sweep(now: datetime) -> None:
     sweeps.recover_stalled(now=now)
     sweeps.reclaim(now=now)
     sweeps.reconcile(now=now, grace=timedelta(0))
-
-
-def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
-    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE_STATES, "cold"))
-    assert {each.name for each in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
-    assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
-    assert not Run.objects.filter(ended_at__isnull=True).exists()
 
 
 @pytest.mark.parametrize("step", ["reserved", "created", "prepared", "run opened", "run answered"])

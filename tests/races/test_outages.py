@@ -18,13 +18,13 @@ from leases.models import EnvironmentType, Lease
 from sandboxes import claims
 from sandboxes.db.connection_errors import RetriesExhausted
 from sandboxes.errors import SandboxBusy, SandboxError
-from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
+from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.state import data_sync
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.support.leases import read, run, write
+from tests.support.leases import assert_converged, read, run, write
 from tests.support.outages import OUTAGES, Outage, injected, list_steps
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -91,13 +91,6 @@ def sweep(now: datetime) -> None:
     sweeps.recover_stalled(now=now)
     sweeps.reclaim(now=now)
     sweeps.reconcile(now=now, grace=timedelta(0))
-
-
-def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
-    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE_STATES, "cold"))
-    assert {each.name for each in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
-    assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
-    assert not Run.objects.filter(ended_at__isnull=True).exists()
 
 
 def release(lease: Lease) -> None:

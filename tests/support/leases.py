@@ -1,4 +1,4 @@
-"""Commands and evictions in the sandbox of a lease, and settings of its pool."""
+"""Commands and evictions in the sandbox of a lease, and settings and the state of its pool."""
 
 from datetime import datetime
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from leases import execution
 from leases.models import Lease
 from sandboxes import eviction
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import GONE_STATES, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.providers.command_results import ExecResult
+from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 
@@ -44,3 +45,11 @@ def evict(lease: Lease, *, now: datetime = NOW) -> None:
 def update_pool(pool: Pool, **fields: object) -> None:
     Pool.objects.filter(pk=pool.pk).update(**fields)
     pool.refresh_from_db()
+
+
+def assert_converged(pool: Pool, memory: MemoryProvider) -> None:
+    """Assert that rows, provider and the pool's counter agree, and that no run is open."""
+    rows = Sandbox.objects.filter(pool=pool).exclude(state__in=(*GONE_STATES, "cold"))
+    assert {each.name for each in memory.list(str(pool.owner))} == {sandbox.name for sandbox in rows}
+    assert Pool.objects.get(pk=pool.pk).used == Sandbox.objects.filter(pool=pool).exclude(state="destroyed").count()
+    assert not Run.objects.filter(ended_at__isnull=True).exists()

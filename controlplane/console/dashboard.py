@@ -134,6 +134,7 @@ def build_fleet_summary(now: datetime | None = None) -> FleetSummary:
         *build_spending_tiles(now),
         _build_tile("Pools draining", PoolAdmin, "draining", now, note="accept no new sandboxes"),
         _build_tile("Circuits open", PoolAdmin, "paused", now, note="pools without warm starts", bad=True),
+        _build_tile("Starts failing", PoolAdmin, "failing", now, note="pools without sandboxes for new leases", bad=True),
         _build_tile("In quarantine", SandboxAdmin, "quarantine", now, note="destroy not confirmed", bad=True),
         _build_tile("State not stored", SandboxAdmin, "unstored", now, note="eviction failed", bad=True),
         _build_tile("Data not stored", SandboxAdmin, "unsaved", now, note="unsaved changes in /data", bad=True),

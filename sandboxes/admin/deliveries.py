@@ -50,6 +50,9 @@ REDELIVER_ACTION = AdminAction(
 
 
 def render_webhook_state(row: Webhook) -> SafeString:
+    """Render the state. An active webhook whose last delivery failed is not shown as healthy."""
+    if row.state == "active" and row.failing_since:
+        return render_badge("failing", "active, failing")
     return render_badge(STATE_BADGES[row.state], row.state)
 
 

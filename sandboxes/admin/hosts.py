@@ -78,10 +78,11 @@ class HostAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def state(self, row: Host) -> SafeString:
-        state, now = render_state(row, timezone.now()), timezone.now()
-        return (
-            render_two_lines(state, render_badge("paused", "starts paused")) if start_breaker.is_open(row, now=now) else state
-        )
+        now = timezone.now()
+        problems = {"starts paused": start_breaker.is_open(row, now=now), "image missing": row.missing_images}
+        alarm = ", ".join(text for text, present in problems.items() if present)
+        state = render_state(row, now)
+        return render_two_lines(state, render_badge("paused", alarm)) if alarm else state
 
     @display(description="Last heartbeat")
     def heartbeat(self, row: Host) -> SafeString | str:

@@ -156,6 +156,8 @@ def build_pool_usage(stats: PoolStats, now: datetime) -> PoolUsage:
     notes = [render_badge("draining")] if stats.draining else []
     if stats.warm_paused_until and is_circuit_open(stats, now):
         notes.append(render_badge("paused", f"circuit open for {format_age(stats.warm_paused_until - now)}"))
+    if stats.starts_failing_since:
+        notes.append(render_badge("failed", f"starts failing for {format_age(now - stats.starts_failing_since)}"))
     return PoolUsage(stats, build_changelist_url("sandboxes_sandbox", slice="live", pool__id__exact=stats.pk), parts, notes)
 
 
@@ -170,6 +172,9 @@ class PoolAdmin(ConsoleModelAdmin):
         "draining": ListTab("Draining", "No pool is draining.", lambda now: Q(draining=True)),
         "paused": ListTab(
             "Circuit open", "No open circuits: every pool can start sandboxes.", lambda now: Q(warm_paused_until__gt=now)
+        ),
+        "failing": ListTab(
+            "Starts failing", "No pool fails to start sandboxes.", lambda now: Q(starts_failing_since__isnull=False)
         ),
     }
     fieldsets = [
@@ -239,8 +244,9 @@ class PoolAdmin(ConsoleModelAdmin):
     @display(description="State")
     def condition(self, row: Pool) -> SafeString:
         state = render_badge("draining") if row.draining else render_badge("ok", "active")
-        alarm = format_html('<b class="lh-alarm">{}</b>', "circuit open")
-        return render_two_lines(state, alarm) if is_circuit_open(row, timezone.now()) else state
+        problems = {"circuit open": is_circuit_open(row, timezone.now()), "starts failing": row.starts_failing_since}
+        alarm = ", ".join(text for text, present in problems.items() if present)
+        return render_two_lines(state, format_html('<b class="lh-alarm">{}</b>', alarm)) if alarm else state
 
     @display(description="Used")
     def filled(self, row: Pool) -> SafeString:
@@ -380,4 +386,5 @@ def build_circuit_field(row: Pool, now: datetime) -> SummaryField:
     if row.warm_paused_until and is_circuit_open(row, now):
         left = render_timestamp(row.warm_paused_until, f"open for {format_age(row.warm_paused_until - now)}")
         return SummaryField("Circuit breaker", left, note=f"after {failed}: {truncate_text(row.warm_error)}", alarm=True)
-    return SummaryField("Circuit breaker", "closed", note=f"{failed} in a row" if row.warm_failures else "no failed starts")
+    note = f"{failed} in a row" if row.warm_failures else "no failed warm starts"
+    return SummaryField("Circuit breaker", "closed", note=note)

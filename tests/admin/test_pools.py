@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.core.cache import cache
 from django.test import Client
 from django.utils import timezone
 
 from leases.models import Agent, EnvironmentType, Lease
+from sandboxes.admin.base.formatting import build_changelist_url
 from sandboxes.models import Host, Pool, Quota, Sandbox
 from sandboxes.pool import admission_queue, allocation
 from sandboxes.providers.errors import Rejected
@@ -243,8 +245,13 @@ def test_a_failing_pool_and_a_missing_image_say_why(viewer: Client, pool: Pool, 
     )
     shown = get_fields(viewer, row_url(pool))["Last start"]
     assert shown.alarm and "failing for 5 m" in str(shown.value) and "/var/lib/docker/x" in str(shown.note)
+    listed = viewer.get(build_changelist_url("sandboxes_pool", slice="failing")).content.decode()
+    assert pool.name in listed and "starts failing</b>" in listed
+    cache.clear()
+    assert "starts failing for 5 m" in viewer.get("/admin/").content.decode()
     host = Host.objects.get()
     assert "Missing images" not in get_fields(viewer, row_url(host))
     Host.objects.update(missing_images={pool.name: "private.example/base:1"})
+    assert "image missing</span>" in fetch(viewer, build_changelist_url("sandboxes_host"))
     missing = get_fields(viewer, row_url(host))["Missing images"]
     assert (missing.alarm, missing.note) == (True, f"private.example/base:1 (pool {pool.name})")

@@ -133,10 +133,12 @@ def test_a_removed_webhook_is_a_record(administrator: Client, webhook: Webhook) 
 def test_a_failed_delivery_is_sent_again(operator: Client, webhook: Webhook, receiver: WebhookReceiver) -> None:
     delivery = happen()
     receiver.status = 503
+    assert "failing" not in fetch(operator, HOOKS)
     for minutes in (0, 3 * 24 * 60 + 1):
         Delivery.objects.update(due_at=NOW, tries=delivering.MIN_ATTEMPTS - 1)
         Webhook.objects.update(failures=delivering.MIN_ATTEMPTS - 1, retry_at=None)
         delivering.deliver_due(now=NOW + minutes * MINUTE)
+        assert ("active, failing" in fetch(operator, HOOKS)) == (minutes == 0)  # disabled after three days
     assert list_rows(operator, f"{DELIVERIES}?slice=given_up") == [delivery]
     assert list_rows(operator, f"{HOOKS}?slice=disabled") == [webhook]
     receiver.status = 204

@@ -123,6 +123,7 @@ class StartsPaused(SandboxError):
 
     code = "starts_paused"
     retry_after = 30
+    cause: Any = None  # FailureCause of the last failed start
 
 
 class TooManyStarts(SandboxError):

@@ -68,6 +68,7 @@ class Host(models.Model):
         default=False, editable=False, help_text="One start has been let through to test the provider."
     )
     start_error = models.TextField(blank=True, editable=False)
+    start_error_code = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
 
     class Meta:
         default_permissions = ("view", "change")

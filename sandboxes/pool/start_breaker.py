@@ -17,12 +17,18 @@ from django.db.models import F, Q
 
 from sandboxes.db.clock import compute_backoff
 from sandboxes.errors import StartsPaused
+from sandboxes.failures import find_cause
 from sandboxes.models import Host
+from sandboxes.providers.errors import FailureCause
 
 log = structlog.get_logger(__name__)
 MAX_START_FAILURES = 3
 INITIAL_PAUSE, MAX_PAUSE = timedelta(seconds=30), timedelta(minutes=10)
-CLOSED = {"start_failures": 0, "start_pauses": 0, "starts_paused_until": None, "start_probing": False, "start_error": ""}
+CLOSED = {
+    "start_failures": 0, "start_pauses": 0, "starts_paused_until": None, "start_probing": False, "start_error": "",
+    "start_error_code": "",
+}  # fmt: skip
+CAUSES = {cause.value: cause for cause in FailureCause}
 
 
 def is_open(host: Host, *, now: datetime) -> bool:
@@ -50,7 +56,7 @@ def admit(host: Host, *, now: datetime) -> None:
     half_open = Host.objects.filter(is_elapsed, pk=host.pk, start_failures__gte=MAX_START_FAILURES)
     if half_open.update(starts_paused_until=until, start_probing=True):
         return
-    host.refresh_from_db(fields=["start_failures", "starts_paused_until"])
+    host.refresh_from_db(fields=["start_failures", "starts_paused_until", "start_error_code"])
     require_closed(host, now=now)
 
 
@@ -62,12 +68,15 @@ def note_success(host: Host) -> None:
         log.info("starts succeed again", host=host.name, provider=host.provider)
 
 
-def note_failure(host: Host, error: str, *, now: datetime) -> None:
+def note_failure(host: Host, failed: Exception, *, now: datetime) -> None:
     """Count a start that failed because the provider is unavailable. Open the breaker at MAX_START_FAILURES in a row.
 
     A start that began before a pause and fails during it does not prolong the pause."""
+    error = str(failed)
     with transaction.atomic():
-        Host.objects.filter(pk=host.pk).update(start_failures=F("start_failures") + 1, start_error=error[:2000])
+        Host.objects.filter(pk=host.pk).update(
+            start_failures=F("start_failures") + 1, start_error=error[:2000], start_error_code=find_cause(failed)
+        )
         is_due = Q(starts_paused_until__isnull=True) | Q(starts_paused_until__lte=now) | Q(start_probing=True)
         due = Host.objects.filter(is_due, pk=host.pk, start_failures__gte=MAX_START_FAILURES)
         pauses = due.values_list("start_pauses", flat=True).first()
@@ -94,6 +103,7 @@ def _build_error(host: Host, until: datetime, now: datetime) -> StartsPaused:
         f"The provider {host.provider} starts no sandboxes on this host until {until:%H:%M:%S} UTC, after "
         f"{host.start_failures} failed starts in a row."
     )
+    error.cause = CAUSES.get(host.start_error_code)
     error.retry_after = max(int((until - now).total_seconds()) + 1, 1)
     error.provider = host.provider
     return error

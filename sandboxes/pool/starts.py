@@ -200,7 +200,7 @@ def continue_pending(
 def _note_failed_start(host: Host, failed: Exception, *, now: datetime) -> None:
     """Count the failure in the circuit breaker of the host. A provider that rejects a request is available."""
     if isinstance(failed, Unavailable):
-        start_breaker.note_failure(host, str(failed), now=now)
+        start_breaker.note_failure(host, failed, now=now)
     elif isinstance(failed, Rejected):
         start_breaker.note_success(host)
 

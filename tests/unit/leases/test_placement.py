@@ -22,10 +22,11 @@ from sandboxes.errors import (
     StartsPaused,
     TooManyStarts,
 )
+from sandboxes.failures import find_cause, needs_operator
 from sandboxes.models import Host, Pool, Quota, Sandbox, Transition
 from sandboxes.pool import admission_queue, allocation, start_breaker
 from sandboxes.pool.placement import PoolSearch
-from sandboxes.providers.errors import ProviderError, Rejected, Unavailable
+from sandboxes.providers.errors import FailureCause, ProviderError, Rejected, Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
@@ -246,15 +247,32 @@ def test_breaker_opens_after_failures_in_a_row_and_lets_one_start_through_after_
     start_breaker.admit(host, now=later)  # the one start
     with pytest.raises(StartsPaused):
         run(lease, now=later)
-    start_breaker.note_failure(host, "timed out", now=later)
+    start_breaker.note_failure(host, Unavailable("timed out"), now=later)
     host.refresh_from_db()
     assert host.starts_paused_until == later + 2 * start_breaker.INITIAL_PAUSE
-    start_breaker.note_failure(host, "began before the pause", now=later)
+    start_breaker.note_failure(host, Unavailable("began before the pause"), now=later)
     assert Host.objects.get(pk=host.pk).starts_paused_until == host.starts_paused_until
     outage.close()
     run(lease, now=host.starts_paused_until)
     host.refresh_from_db()
     assert (host.start_failures, host.starts_paused_until, host.start_error) == (0, None, "")
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_final"), [(FailureCause.CREDENTIALS_REFUSED, True), (FailureCause.NO_CAPACITY, False), (None, False)]
+)
+def test_a_pause_has_the_cause_of_the_last_failure(grant, pool, memory, cause: FailureCause | None, is_final: bool) -> None:
+    lease = grant()
+    with memory.fail("create", Unavailable("status 401", cause=cause)):
+        for _ in range(start_breaker.MAX_START_FAILURES):
+            with pytest.raises(SandboxNotReady):
+                run(lease)
+    with pytest.raises(StartsPaused) as paused:
+        run(lease)
+    assert (find_cause(paused.value), needs_operator(paused.value)) == (cause.value if cause else "", is_final)
+    Host.objects.update(starts_paused_until=NOW)
+    run(lease, now=NOW)
+    assert Host.objects.get(provider="memory").start_error_code == ""
 
 
 def test_rejected_start_does_not_open_the_breaker_and_reset_closes_it(lease, pool, memory) -> None:

@@ -38,6 +38,13 @@ class SandboxNotHeld(SandboxError):
     code = "not_held"
 
 
+class SandboxAsleep(SandboxError):
+    """The sandbox is asleep. It wakes with the next command of its lease. A visitor of a preview does not wake it."""
+
+    code = "sandbox_asleep"
+    retry_after = 10
+
+
 class NoGateway(SandboxError):
     """Remote sandboxes have no models: LEASEHOLD_GATEWAY_URL is not set. Commands and files work."""
 

@@ -45,10 +45,8 @@ LIMIT_CODES = frozenset({"quota_exceeded", "too_many_processes", "too_many_runs"
 INFRASTRUCTURE_CODES = frozenset({
     "busy", "capacity_exhausted", "capacity_pending", "disk_full", "host_lost", "illegal_transition", "image_missing",
     "installation_mismatch", "no_capacity", "no_database_connection", "no_gateway", "no_pool_available", "no_progress",
-    "not_delivered", "not_isolated",
-    "observe_mode",
-    "outcome_unknown", "pool_draining", "provider_conflict", "provider_error", "provider_list_expired",
-    "provider_not_found", "provider_unavailable", "sandbox_error", "sandbox_lost",
+    "not_delivered", "not_isolated", "observe_mode", "outcome_unknown", "pool_draining", "provider_conflict", "provider_error",
+    "provider_list_expired", "provider_not_found", "provider_unavailable", "sandbox_asleep", "sandbox_error", "sandbox_lost",
     "sandbox_missing", "sandbox_not_ready", "sandbox_stopped", "sandbox_unreadable", "server_busy", "signing_key_unopened",
     "start_killed", "starts_paused", "store_unavailable", "template_busy", "too_many_starts",
     "too_many_waiting", "within_grace", "wrong_host",

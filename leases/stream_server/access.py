@@ -13,7 +13,7 @@ from leases.grants.issuers import Right
 from leases.models import Lease, LeaseStatus
 from leases.stream_server.grants import EXPIRED, PreviewGrant, TerminalGrant, has_expired
 from sandboxes import processes, suspension
-from sandboxes.errors import ProcessEnded, ProviderCallFailed, SandboxError, SandboxNotHeld
+from sandboxes.errors import ProcessEnded, ProviderCallFailed, SandboxAsleep, SandboxError
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, Process, Sandbox
 from sandboxes.providers.errors import ProviderError
@@ -51,13 +51,13 @@ def use_terminal(grant: TerminalGrant, *, now: datetime) -> None:
 def find_preview_agent(grant: PreviewGrant, *, now: datetime) -> str:
     """Return the gateway's id of the agent of a lease's sandbox. The lease is not renewed.
 
-    Raise GrantEnded, LeaseEnded, PreviewsForbidden, SandboxNotHeld without a running sandbox, ProviderCallFailed."""
+    Raise GrantEnded, LeaseEnded, PreviewsForbidden, SandboxAsleep without a running sandbox, ProviderCallFailed."""
     require_alive(grant, now=now)
     lease = leasing.require_active(grant.lease, now=now)
     require_previews(lease)
     sandbox = Sandbox.objects.filter(holder=lease.pk, state__in=ALIVE_STATES, lost_at__isnull=True).first()
     if sandbox is None:
-        raise SandboxNotHeld("The sandbox is not running.")
+        raise SandboxAsleep
     registry.require_local(sandbox)
     provider = registry.get_sandbox_provider(sandbox)
     try:

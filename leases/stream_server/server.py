@@ -1,6 +1,7 @@
 """Stream server of a host: terminals and previews. Runs in the process of the gateway, which is connected to the agents."""
 
 import asyncio
+import html
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +26,7 @@ from sandboxes.db import database_time
 from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress.call_tracking import DatabaseThreads
-from sandboxes.errors import ProcessEnded, SandboxError, SandboxNotHeld
+from sandboxes.errors import ProcessEnded, SandboxError
 from sandboxes.redaction.texts import omit_answers
 
 log = structlog.get_logger(__name__)
@@ -33,9 +34,14 @@ BIND_RETRY_SECONDS = 5.0
 IDLE_CHECK_SECONDS = 10.0
 STATUS_BY_ERROR: dict[type[Exception], int] = {
     InvalidGrant: 403, GrantEnded: 403, PreviewsForbidden: 403, TerminalNotFound: 404, Lease.DoesNotExist: 404, LeaseEnded: 410,
-    ProcessEnded: 410, SandboxNotHeld: 409, BudgetExhausted: 402, TooManyConnections: 429, SandboxError: 503,
+    ProcessEnded: 410, BudgetExhausted: 402, TooManyConnections: 429, SandboxError: 503,
     DatabaseError: 503,
 }  # fmt: skip
+PROBLEM_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">{again}<title>{title}</title>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 36rem; margin: 20vh auto; padding: 0 1rem; }}</style></head>
+<body><h1>{title}</h1><p>{detail}</p></body></html>
+"""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -104,16 +110,17 @@ def build_application(terminals: Terminals, previews: Previews) -> web.Applicati
                 return await previews.handle_host(request, host.lower().removesuffix(suffix))
             return await handler(request)
         except web.HTTPError as error:
-            return build_problem(error.status, error.text or error.reason)
+            return build_problem(request, error.status, error.text or error.reason)
         except tuple(STATUS_BY_ERROR) as error:
             status = next(status for kind, status in STATUS_BY_ERROR.items() if isinstance(error, kind))
             if not isinstance(error, DatabaseError):
-                return build_problem(status, str(error), code=getattr(error, "code", ""))
+                retry_after = getattr(error, "retry_after", None)
+                return build_problem(request, status, str(error), code=getattr(error, "code", ""), retry_after=retry_after)
             if not isinstance(error, CONNECTION_ERRORS):
                 log.error("unexpected", path=request.path, exc_info=error)
-                return build_problem(500, "Internal error in the control plane. It was logged.")
+                return build_problem(request, 500, "Internal error in the control plane. It was logged.")
             log.error("database", error=str(error))
-            return build_problem(status, "The database did not answer.")
+            return build_problem(request, status, "The database did not answer.")
 
     application = web.Application(middlewares=[route_hosts])
     application.router.add_get("/healthz", _report_health)
@@ -122,13 +129,23 @@ def build_application(terminals: Terminals, previews: Previews) -> web.Applicati
     return application
 
 
-def build_problem(status: int, detail: str, *, code: str = "") -> web.Response:
-    """Build a problem document (RFC 9457)."""
-    title = HTTPStatus(status).phrase
-    problem = {"type": "about:blank", "title": title, "status": status, "detail": omit_answers(detail)}
+def build_problem(
+    request: web.Request, status: int, detail: str, *, code: str = "", retry_after: int | None = None
+) -> web.Response:
+    """Build a problem document (RFC 9457), or its page if the client is a browser that opens a page.
+
+    With `retry_after`, in seconds, the page opens the address again after this time."""
+    title, detail = HTTPStatus(status).phrase, omit_answers(detail)
+    headers = {"Retry-After": str(retry_after)} if retry_after else {}
+    if "text/html" in request.headers.get("Accept", ""):
+        again = f'<meta http-equiv="refresh" content="{retry_after}">' if retry_after else ""
+        text = PROBLEM_PAGE.format(again=again, title=html.escape(title), detail=html.escape(detail))
+        headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+        return web.Response(status=status, text=text, content_type="text/html", headers=headers)
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     if isinstance(code, str) and code:
-        problem["code"] = code
-    return web.Response(status=status, text=json.dumps(problem), content_type="application/problem+json")
+        problem |= {"type": f"urn:leasehold:problem:{code}", "code": code}
+    return web.Response(status=status, text=json.dumps(problem), content_type="application/problem+json", headers=headers)
 
 
 async def _report_health(request: web.Request) -> web.Response:

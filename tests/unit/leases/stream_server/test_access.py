@@ -13,7 +13,7 @@ from leases.models import AgentKey, EnvironmentType, Lease
 from leases.stream_server import access
 from leases.stream_server.grants import PreviewGrant, TerminalGrant
 from sandboxes import processes, suspension
-from sandboxes.errors import ProcessEnded, ProviderCallFailed, SandboxNotHeld
+from sandboxes.errors import ProcessEnded, ProviderCallFailed, SandboxAsleep
 from sandboxes.models import Policy, Process, Sandbox, SandboxState
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.memory import MemoryProvider
@@ -178,7 +178,7 @@ def test_preview_follows_policy_lease_and_sandbox(lease: Lease, preview: Preview
         access.find_preview_agent(preview, now=NOW)
     EnvironmentType.objects.update(policy=Policy.objects.create(name="previews", previews=True))
     Sandbox.objects.update(holder=None)
-    with pytest.raises(SandboxNotHeld):
+    with pytest.raises(SandboxAsleep):
         access.find_preview_agent(preview, now=NOW)
 
 

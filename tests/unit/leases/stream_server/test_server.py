@@ -25,6 +25,7 @@ from leases.stream_server.grants import PreviewGrant, TerminalGrant
 from sandboxes.agent.gateway import ResponseReceiver
 from sandboxes.agent.operations import AgentProcesses
 from sandboxes.agent.protocol import PROTOCOL, VERSION, RawFrame, TerminalSize
+from sandboxes.errors import SandboxAsleep
 from tests.conftest import NOW
 from tests.support.sandbox_agent import SANDBOX, Gateway, start_agent
 from tests.support.servers.ports import find_free_ports
@@ -442,6 +443,31 @@ def test_problem_documents_of_refused_requests(run: Callable[[Check], None]) -> 
                 async with session.get(base + path) as response:
                     problem = await response.json(content_type="application/problem+json")
                     assert (response.status, problem["status"]) == (status, status), path
+
+    run(check)
+
+
+@pytest.mark.usefixtures("uses")
+def test_visitor_of_a_sleeping_sandbox_is_told_so_and_when_to_come_back(
+    run: Callable[[Check], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_none(grant: PreviewGrant, **options: Any) -> str:
+        raise SandboxAsleep("asleep <b>")
+
+    monkeypatch.setattr(access, "find_preview_agent", find_none)
+    url = PreviewGrant(LEASE, 80, END, key_id=1).encode()
+
+    async def check() -> None:
+        async with aiohttp.ClientSession(address.get_base_url()) as session:
+            async with session.get(f"/previews/{url}/") as response:
+                problem = await response.json(content_type="application/problem+json")
+                assert (response.status, response.headers["Retry-After"]) == (503, "10")
+                assert (problem["type"], problem["code"]) == ("urn:leasehold:problem:sandbox_asleep", "sandbox_asleep")
+            async with session.get(f"/previews/{url}/", headers={"Accept": "text/html,*/*;q=0.8"}) as response:
+                page = await response.text()
+                assert (response.status, response.content_type, response.headers["Retry-After"]) == (503, "text/html", "10")
+                assert "asleep &lt;b&gt;" in page and 'http-equiv="refresh" content="10"' in page
+                assert "sandbox" in response.headers["Content-Security-Policy"]
 
     run(check)
 

@@ -15,13 +15,14 @@ from typing import Literal
 
 import structlog
 
-from sandboxes.models import AWAKE_STATES, Sandbox
+from sandboxes.models import AWAKE_STATES, Sandbox, SandboxState
 from sandboxes.providers.base import FileStat, Provider
 from sandboxes.providers.errors import BadPath, Missing, NoSuchFile, Unavailable
 
 log = structlog.get_logger(__name__)
 MAX_ENTRIES = 10_000  # watched at once; the listing of one directory has the same limit
 INTERVAL_SECONDS = 1.0  # between listings of less than 50 ms
+SLEEPING_STATES = (SandboxState.COLD, SandboxState.SUSPENDED)
 PAUSE_FACTOR = 20  # duration of the pause after a listing, in durations of that listing
 
 
@@ -39,6 +40,13 @@ class WatchGap:
     """Changes may have been missed: the sandbox was replaced after the last listing."""
 
 
+@dataclass(frozen=True)
+class WatchSleep:
+    """The sandbox fell asleep, in this state, or is awake again, with state None. No file changes in between."""
+
+    state: str | None
+
+
 @dataclass
 class FileWatch:
     """Entries below a directory as last listed. `incarnation` is None for entries of a stored copy."""
@@ -48,11 +56,15 @@ class FileWatch:
     entries: Mapping[str, FileStat]
     incarnation: int | None = None
     pause_seconds: float = field(default=INTERVAL_SECONDS, init=False)
+    sleep: WatchSleep = field(default=WatchSleep(None), init=False)
 
-    def poll(self, sandbox: Sandbox | None, provider: Provider | None) -> Iterator[FileChange | WatchGap]:
+    def poll(self, sandbox: Sandbox | None, provider: Provider | None) -> Iterator[FileChange | WatchGap | WatchSleep]:
         """List the directory if the sandbox is awake, and yield the changes since the last listing.
 
         A directory that was removed has no entries. Raise TooLarge above MAX_ENTRIES entries."""
+        if sandbox is not None and sandbox.state in SLEEPING_STATES and self.sleep.state != sandbox.state:
+            self.sleep = WatchSleep(sandbox.state)
+            yield self.sleep
         if sandbox is None or provider is None or sandbox.state not in AWAKE_STATES or sandbox.frozen or not sandbox.prepared:
             return
         started = time.monotonic()
@@ -64,6 +76,9 @@ class FileWatch:
             log.info("watched directory not listed", sandbox=str(sandbox.pk), error=str(error))
             return
         self.pause_seconds = max(INTERVAL_SECONDS, PAUSE_FACTOR * (time.monotonic() - started))
+        if self.sleep.state:
+            self.sleep = WatchSleep(None)
+            yield self.sleep
         is_same_sandbox = sandbox.incarnation == self.incarnation
         if self.incarnation is not None and not is_same_sandbox:
             yield WatchGap()

@@ -23,7 +23,7 @@ from leases.models import Lease
 from sandboxes import file_watch
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
-from sandboxes.file_watch import FileChange, FileWatch
+from sandboxes.file_watch import FileChange, FileWatch, WatchSleep
 from sandboxes.files import SOURCE_SANDBOX
 from sandboxes.hosts import registry
 from sandboxes.models import Sandbox
@@ -36,7 +36,8 @@ from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
 KEEP_ALIVE_SECONDS = 15.0
 WATCH_DESCRIPTION = """Events: `start` (root, path, entries: the number of watched entries), `created` and `modified` (an \
 entry as in a listing), `deleted` (name, kind), `gap` (reason: the sandbox was replaced, and changes that leave size, mode and \
-time of a file equal are not shown), and at the end `end` (end_reason) when the lease has ended, or `error` (a problem \
+time of a file equal are not shown), `asleep` (state: `cold` or `suspended`) and `awake` around a sleep, in which nothing \
+changes, and at the end `end` (end_reason) when the lease has ended, or `error` (a problem \
 document), such as `file_too_large` above 10000 entries. The directory is listed every second, large ones less often: several \
 changes of a file in between are one event, and a file that exists for a shorter time has none. A stream that ends without \
 `end` or `error` was interrupted: list the directory and watch again."""
@@ -102,6 +103,8 @@ class FileWatchEvents(EventIterator):
             self._slot.pause(self._watch.pause_seconds)
 
     def _encode_change(self, change: object) -> bytes:
+        if isinstance(change, WatchSleep):
+            return encode_event("asleep", {"state": change.state}) if change.state else encode_event("awake", {})
         if not isinstance(change, FileChange):
             return encode_event("gap", {"reason": "sandbox_replaced"})
         under = self._watch.under

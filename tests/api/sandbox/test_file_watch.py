@@ -111,6 +111,18 @@ def test_a_watch_survives_sleep_and_wake(ada: ApiClient, lease_url: str, lease, 
         assert [name_event(next(events)) for _ in range(2)] == [("gap", ""), ("created", "b")]
 
 
+def test_a_sleep_and_its_end_are_events(ada: ApiClient, lease_url: str, lease, watch) -> None:
+    ada.put(f"{lease_url}/files/a", b"1")
+    with watch() as events:
+        sandbox = allocation.find_by_holder(uuid.UUID(lease["id"]))
+        assert sandbox
+        assert eviction.evict(sandbox.pk, now=timezone.now(), reason="test")
+        assert (asleep := next(events)).name == "asleep"
+        assert asleep.data == {"state": "cold"}
+        ada.put(f"{lease_url}/files/b", b"1")
+        assert [name_event(next(events)) for _ in range(3)] == [("awake", ""), ("gap", ""), ("created", "b")]
+
+
 def test_a_cold_sandbox_is_not_woken(ada: ApiClient, lease_url: str, lease, watch) -> None:
     ada.put(f"{lease_url}/files/a", b"1")
     sandbox = allocation.find_by_holder(uuid.UUID(lease["id"]))

@@ -13,6 +13,7 @@ from tests.lanes import changes, matrix_record, report
 from tests.lanes.processes import NO_TEST_SELECTED, Result, Run
 from tests.lanes.table import FAST, MATRIX, PARTS, POSTGRES, REPO, SQLITE, Part
 
+FAST_NAMES = frozenset(part.name for part in FAST)
 # Tests that the developer selects, each on its database.
 SELECTION = (
     Part("postgres", (), "postgres or docker or e2e", POSTGRES),
@@ -21,7 +22,7 @@ SELECTION = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `fast` or `all`. Return 1 if a part has failed, is past its budget, or if a test belongs to no part."""
+    """Run `fast` or `all`. Return 1 if a part has failed, is past its budget, or if a test belongs to no part or to two."""
     if argv[:1] == ["fast"]:
         return run_selection(argv[1:]) if argv[1:] else run_fast()
     if argv[:1] == ["all"]:
@@ -41,7 +42,9 @@ def run_fast() -> int:
     report.print_table(results, slowdown=slowdown)
     overruns = report.find_overruns(results, slowdown=slowdown)
     report.print_overruns(overruns, slowdown=slowdown)
-    return int(bool(overruns) or not all(result.passed for result in results))
+    repeated = report.find_repeated(result for result in results if result.part.name in FAST_NAMES)
+    report.print_repeated(repeated)
+    return int(bool(overruns or repeated) or not all(result.passed for result in results))
 
 
 def choose_databases(parts: Sequence[Part]) -> Sequence[Part]:

@@ -1,8 +1,9 @@
-"""Report of a run: output of failed parts, the table of parts, budgets, and tests that no part has run."""
+"""Report of a run: output of failed parts, the table of parts, budgets, and tests that several parts have run."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 from tests.lanes.accounting import TestCost
 from tests.lanes.processes import Result
@@ -54,6 +55,23 @@ def print_overruns(overruns: Sequence[Result], *, slowdown: float) -> None:
         print("Most expensive tests, CPU and wall-clock in seconds:")
         for cost in find_most_expensive(result.costs):
             print(f"  {cost.cpu:>7.1f} {cost.wall:>7.1f}  {cost.test}")
+
+
+def find_repeated(results: Iterable[Result]) -> dict[str, list[str]]:
+    """Return the tests that several of these parts have run, each with the names of those parts."""
+    parts: dict[str, list[str]] = {}
+    for result in results:
+        for cost in result.costs:
+            parts.setdefault(cost.test, []).append(result.part.name)
+    return {test: names for test, names in sorted(parts.items()) if len(names) > 1}
+
+
+def print_repeated(repeated: Mapping[str, Sequence[str]]) -> None:
+    """Name tests that run more than once at each change, at most TESTS_NAMED_PER_PART of them."""
+    for test, names in islice(repeated.items(), TESTS_NAMED_PER_PART):
+        print(f"in the parts {', '.join(names)} (tests/lanes/table.py): {test}")
+    if len(repeated) > TESTS_NAMED_PER_PART:
+        print(f"and {len(repeated) - TESTS_NAMED_PER_PART} further tests in several parts")
 
 
 def find_most_expensive(costs: Iterable[TestCost]) -> list[TestCost]:

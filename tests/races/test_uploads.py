@@ -72,17 +72,17 @@ def test_a_workspace_stored_for_hours_survives_a_prune_before_each_piece_and_bef
 def test_data_in_several_objects_survives_a_prune_between_the_first_object_and_the_rows(
     grant: Callable[..., Lease], store: SlowStore, time: VirtualTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "max_value_bytes", 100 << 10)
+    monkeypatch.setattr(store, "max_value_bytes", 50 << 10)
 
     def advance() -> None:
-        time.advance(timedelta(seconds=30))
+        time.advance(timedelta(minutes=2))
         prune(time.now)
 
     store.pace = advance
     # One after the other: the virtual time is that of one thread.
     monkeypatch.setattr("sandboxes.state.changes.run_parallel", lambda act, jobs: [act(job) for job in jobs])
     lease = grant(ttl=24 * HOUR, environment_type="run")
-    script = "; ".join(f"echo {letter * 50_000} >/data/{letter}" for letter in "abc")
+    script = "; ".join(f"echo {letter * 16_000} >/data/{letter}" for letter in "abc")
     result = run(lease, "sh", "-c", script)
     assert (result.exit_code, result.stderr) == (0, b"")
     assert time.elapsed > HOUR

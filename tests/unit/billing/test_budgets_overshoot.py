@@ -101,8 +101,8 @@ def test_overshoot_stays_within_the_documented_bound(pool: Pool, stopped_clock: 
         max_examples=budget(fast=2, full=6), deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     )  # fmt: skip
-    @example([], 40, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on
-    @given(histories, st.integers(5, 40), st.integers(0, 240), st.integers(0, 59), st.integers(0, 59))
+    @example([], 20, 181, 11, 10)  # worst case: each step runs one second before the state that it would act on
+    @given(histories, st.integers(5, budget(fast=9, full=40)), st.integers(0, 240), st.integers(0, 59), st.integers(0, 59))
     def check(actions: list[tuple[int, str, int]], amount: int, grace: int, meters_at: int, sweeps_at: int) -> None:
         now = NOW + len(overshoots) * 3 * HOUR  # each history begins after the previous one, because watermarks do not go back
         history = History(pool, now, amount * MINUTE, grace * SECOND, meters_at, sweeps_at)

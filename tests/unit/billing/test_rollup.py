@@ -95,7 +95,7 @@ def summarize(since: datetime, until: datetime) -> dict[str, Any]:
 
 @hypothesis.settings(
     deadline=None,
-    max_examples=budget(fast=12, full=150),
+    max_examples=budget(fast=5, full=150),
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.one_of(STATE_STEPS, STATE_STEPS, STATE_STEPS, READING_STEPS, PASS_STEPS), min_size=5, max_size=40))

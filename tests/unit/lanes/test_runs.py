@@ -115,6 +115,14 @@ def test_a_part_past_its_budget_is_named_with_its_most_expensive_tests(
     assert [line.rpartition("::")[2] for line in printed[3:]] == ["test_burns", "test_passes"]
 
 
+def test_tests_that_two_parts_have_run_are_named(suite: Part, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(tmp_path, *(replace(suite, name=name, marks=marks) for name, marks in (("first", "passes"), ("second", ""))))
+    [(test, names)] = report.find_repeated(results).items()
+    assert test.endswith("::test_passes") and sorted(names) == ["first", "second"]
+    report.print_repeated({f"t{number}": names for number in range(12)})
+    assert capsys.readouterr().out.splitlines()[-1] == "and 2 further tests in several parts"
+
+
 def test_the_ten_most_expensive_tests_are_named() -> None:
     costs = [TestCost(f"t{number}", cpu=float(number)) for number in range(30)]
     assert [cost.test for cost in report.find_most_expensive(costs)] == [f"t{number}" for number in range(29, 19, -1)]

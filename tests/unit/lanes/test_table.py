@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,5 @@ def test_a_part_with_a_pattern_takes_files_and_directories_whose_fixtures_match(
         (tmp_path / name).write_text(text)
     part = Part("x", ("tests/a", "tests/b"), "docker", SQLITE, containing=r"\bmark\.docker\b")
     assert part.list_files() == ["tests/a/test_one.py", "tests/b"]
+    assert replace(part, ignored=("tests/a",)).list_files() == ["tests/b"]
+    assert replace(part, ignored=("tests/a/test_one.py",)).list_files() == ["tests/b"]

@@ -71,7 +71,7 @@ def sum_amounts() -> dict[str, Any]:
 
 @hypothesis.settings(
     deadline=None,
-    max_examples=budget(fast=10, full=150),
+    max_examples=budget(fast=5, full=150),
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(STEPS, min_size=10, max_size=60), st.booleans(), st.integers(0, 6))

@@ -869,7 +869,7 @@ MUTANTS = (
     Mutant(
         name="keys-run-id-changes-with-a-rotation",
         path=IDEMPOTENCY,
-        before="{holder.first_digest} {row.pk}",
+        before="{holder.first_digest or holder.digest} {row.pk}",
         after="{holder.digest} {row.pk}",
         tests=[f"{TEST_IDEMPOTENCY}::test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key"],
     ),

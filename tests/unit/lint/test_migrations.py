@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.apps import apps
 from django.db import migrations, models
+from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 from django.db.models import Q
@@ -16,7 +18,8 @@ from sandboxes.db.migration_operations import AddCheckNotValid, DropColumn, Drop
 from tests.lint import landed
 from tests.lint.base import BASE_VARIABLE, find_base
 from tests.lint.imports import FUNCTIONS, find_live_imports
-from tests.lint.operations import REASONED, check_migration
+from tests.lint.migrations import APPS
+from tests.lint.operations import REASONED, check_migration, is_required
 
 RunPython, RunSQL, AddField, RemoveField = migrations.RunPython, migrations.RunSQL, migrations.AddField, migrations.RemoveField
 NAME = models.CharField(max_length=10)
@@ -143,6 +146,30 @@ def test_a_reason_permits_what_needs_one_and_nothing_else() -> None:
 )
 def test_imports_of_code_that_changes_are_found(source: str, found: list[str]) -> None:
     assert [*find_live_imports(source)] == found
+
+
+def test_columns_that_were_added_later_have_a_database_default() -> None:
+    loader = MigrationLoader(None)
+    state, without = loader.project_state(), []
+    for app, name in loader.graph.nodes:
+        operations = loader.get_migration(app, name).operations if app in APPS else []
+        created = {step.name_lower for step in operations if isinstance(step, migrations.CreateModel)}
+        for step in operations:
+            if isinstance(step, AddField) and step.model_name_lower not in created:
+                model = state.models.get((app, step.model_name_lower))
+                field = model.fields.get(step.name) if model else None
+                if field and not field.many_to_many and not isinstance(field, models.GeneratedField) and is_required(field):
+                    without.append(f"{app}.{step.model_name}.{step.name}")
+    assert without == []
+
+
+def test_defaults_of_the_database_are_those_of_the_models() -> None:
+    fields = [field for app in APPS for model in apps.get_app_config(app).get_models() for field in model._meta.local_fields]
+    compared = [field for field in fields if field.has_default() and field.has_db_default()]
+    assert len(compared) > 70
+    in_database = {field: getattr(field.db_default, "value", field.db_default) for field in compared}
+    differing = [str(field) for field in compared if field.get_default() != in_database[field]]
+    assert differing == []
 
 
 def test_functions_to_which_migrations_refer_exist() -> None:

@@ -49,6 +49,10 @@ class AgentRoute(models.Model):
     )
     opened_at = models.DateTimeField()
     seen_at = models.DateTimeField(help_text="Last time at which the gateway confirmed the connection.")
+    refused_version = models.IntegerField(
+        null=True,
+        help_text="Version of the agent's protocol, if the last connection ended because the gateway does not speak it.",
+    )
 
     def __str__(self) -> str:
         return f"route to the agent of {self.ref}"

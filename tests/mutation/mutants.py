@@ -873,6 +873,13 @@ MUTANTS = (
         after="{holder.digest} {row.pk}",
         tests=[f"{TEST_IDEMPOTENCY}::test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key"],
     ),
+    Mutant(
+        name="agents-outdated-unnamed",
+        path="sandboxes/agent/addresses.py",
+        before="is not None and not is_spoken(self.refused_version)",
+        after="is not None and False",
+        tests=["tests/unit/sandboxes/agent/test_remote.py::test_agent_of_another_version_is_named_to_every_process"],
+    ),
     # --- egress ---
     Mutant(
         name="authorization-without-lease",

@@ -13,7 +13,7 @@ from uuid import UUID
 import structlog
 from django.core.exceptions import ValidationError
 from django.db import transaction
-from django.db.models import F, Q
+from django.db.models import Case, F, Q, When
 
 from leases import allow_lists
 from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
@@ -169,8 +169,9 @@ def rotate_key(pk: int, *, overlap: timedelta = ROTATION_OVERLAP, now: datetime,
     if overlap:
         current &= Q(previous_valid_until__isnull=True) | Q(previous_valid_until__lte=now)
     rotated = AgentKey.objects.filter(current).update(
-        digest=hash_key(key), previous_digest=F("digest"), previous_valid_until=now + overlap, rotated_at=now
-    )
+        digest=hash_key(key), previous_digest=F("digest"), previous_valid_until=now + overlap, rotated_at=now,
+        first_digest=Case(When(first_digest="", then=F("digest")), default=F("first_digest")),
+    )  # fmt: skip
     if not rotated:
         row.refresh_from_db()
         raise Conflict(_explain_refused_rotation(row, now))

@@ -168,6 +168,16 @@ def responds(sandbox: Sandbox) -> bool:
         return False
 
 
+def has_outdated_agent(sandbox: Sandbox) -> bool:
+    """Return whether the agent in a sandbox is of a version that is not spoken. False if that is not known."""
+    if sandbox.state not in AWAKE_STATES:
+        return False
+    try:
+        return registry.get_sandbox_provider(sandbox).has_outdated_agent(sandbox.ref)
+    except (ProviderError, ImproperlyConfigured):
+        return False
+
+
 def mint_service_token(
     pk: UUID, *, aud: str, lxm: str, lifetime: timedelta = signing.DEFAULT_TOKEN_LIFETIME, now: datetime, actor: str = ""
 ) -> tuple[str, MintedToken]:

@@ -132,7 +132,11 @@ class StatementLine(AppendOnlyModel):
     item = models.CharField(max_length=8)
     quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In units of the item.")
     free = models.DecimalField(
-        max_digits=18, decimal_places=9, default=Decimal(0), help_text="Part of the quantity within the allowance."
+        max_digits=18,
+        decimal_places=9,
+        default=Decimal(0),
+        db_default=Decimal(0),
+        help_text="Part of the quantity within the allowance.",
     )
     rate = models.ForeignKey(
         "billing.Rate", on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text="Empty for model calls."

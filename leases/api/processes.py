@@ -119,6 +119,10 @@ class PatternResultSerializer(serializers.Serializer):
 
 class RestartedSerializer(serializers.Serializer):
     sandbox = SandboxSerializer(allow_null=True, help_text="null: the lease has no sandbox yet.")
+    agent_outdated = serializers.BooleanField(
+        help_text="The sandbox still runs the agent of another version, because the engine has no image with the present one. "
+        "Background processes and terminals fail."
+    )
 
 
 NEW_PROCESS_SERIALIZER = NewProcessSerializer()
@@ -205,12 +209,14 @@ class SandboxRestartView(LeaseApiView):
         """Kill every process in the lease's sandbox, and start it again with its /workspace and /data.
 
         Also kills what finished commands have left behind, as after a fork bomb. Commands in progress end with exit code 137.
+        The agent of another version is replaced by the present one, if the engine has an image with it.
         A cold sandbox has no processes, and is not woken."""
         self.validate_body(EMPTY_SERIALIZER)
 
         def act(run_id: UUID) -> StatusAndBody:
             sandbox = execution.restart_sandbox(pk, now=self.now, actor=self.actor)
-            return 200, {"sandbox": serialize_sandbox(sandbox) if sandbox else None}
+            outdated = sandbox is not None and execution.has_outdated_agent(sandbox)
+            return 200, {"sandbox": serialize_sandbox(sandbox) if sandbox else None, "agent_outdated": outdated}
 
         max_duration = restarts.RUN_END_TIMEOUT + settings.SANDBOX_START_TIMEOUT + 2 * KILL_GRACE
         return self.execute_once(act, max_duration=max_duration)

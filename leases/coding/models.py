@@ -82,7 +82,7 @@ class Repository(models.Model):
         help_text='Patterns of paths that an agent may not change, beside the built-in ones, such as "deploy/*".',
     )  # fmt: skip
     allowed_paths = models.JSONField(
-        default=list, blank=True, validators=[check_path_patterns],
+        default=list, db_default=Value([], models.JSONField()), blank=True, validators=[check_path_patterns],
         help_text='Patterns of built-in protected paths that an agent may change, such as ".github/workflows/docs.yml".',
     )  # fmt: skip
     enabled = models.BooleanField(default=True, help_text="New tasks may be created.")

@@ -57,9 +57,10 @@ class AgentKey(ResourceLimits):
     prefix = models.CharField(max_length=16, unique=True, editable=False)
     digest = models.CharField(max_length=64, unique=True, editable=False)
     first_digest = models.CharField(
-        max_length=64, editable=False, help_text="Digest of the first secret. Run ids of repeated requests derive from it."
-    )
-    previous_digest = models.CharField(max_length=64, blank=True, editable=False)
+        max_length=64, default="", db_default="", editable=False,
+        help_text="Digest of the first secret, for run ids of repeated requests. Empty: `digest` is the first one.",
+    )  # fmt: skip
+    previous_digest = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
     previous_valid_until = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="The secret before the last rotation is accepted until then."
     )
@@ -71,13 +72,17 @@ class AgentKey(ResourceLimits):
         Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="Project of the key's agents. Without effect for an operator's key.",
     )  # fmt: skip
-    scopes = models.JSONField(default=default_key_scopes, help_text="Requests that the key permits.")
+    scopes = models.JSONField(
+        default=default_key_scopes,
+        db_default=Value(default_key_scopes(), models.JSONField()),
+        help_text="Requests that the key permits.",
+    )
     allowed_environment_types = models.JSONField(
-        default=list, blank=True,
+        default=list, db_default=Value([], models.JSONField()), blank=True,
         help_text="Environment types of new leases. Empty: every environment type that is not restricted.",
     )  # fmt: skip
     allowed_pools = models.JSONField(
-        default=list, blank=True,
+        default=list, db_default=Value([], models.JSONField()), blank=True,
         help_text="Pools of new leases. Empty: every pool that is not restricted, and the pool that the environment type sets.",
     )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)

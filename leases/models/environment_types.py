@@ -103,7 +103,8 @@ class EnvironmentType(ResourceLimits):
     )
     turn_timeout = models.DurationField(null=True, blank=True, help_text="Empty: LEASEHOLD_TURN_TIMEOUT.")
     turn_collection = models.CharField(
-        max_length=MAX_NSID_LENGTH, blank=True, validators=[RegexValidator(rf"\A{NSID_PATTERN}\Z", f"Not {NSID_DESCRIPTION}.")],
+        max_length=MAX_NSID_LENGTH, blank=True, default="", db_default="",
+        validators=[RegexValidator(rf"\A{NSID_PATTERN}\Z", f"Not {NSID_DESCRIPTION}.")],
         help_text="Collection of the agent's AT Protocol repository in which a record of each action is created: an NSID that "
         "the policy lists. Empty: no records.",
     )  # fmt: skip
@@ -111,7 +112,9 @@ class EnvironmentType(ResourceLimits):
         Pool, on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text='Empty: the pool "default".'
     )
     cheapest_pool = models.BooleanField(
-        default=False, help_text="Try the pools in the order of their hourly price instead of the order of the list."
+        default=False,
+        db_default=False,
+        help_text="Try the pools in the order of their hourly price instead of the order of the list.",
     )
     policy = models.ForeignKey(
         Policy, on_delete=models.PROTECT, null=True, blank=True, related_name="environment_types",
@@ -127,7 +130,7 @@ class EnvironmentType(ResourceLimits):
         "agents that are named, or the agent whose lease creates the environment.",
     )  # fmt: skip
     restricted = models.BooleanField(
-        default=False, help_text="Only API keys that list this environment type may acquire leases of it."
+        default=False, db_default=False, help_text="Only API keys that list this environment type may acquire leases of it."
     )
 
     class Meta:

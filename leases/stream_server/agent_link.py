@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sandboxes.agent.client import ConnectionLost, NotConnected
+from sandboxes.agent.client import AgentOutdated, ConnectionLost, NotConnected
 from sandboxes.agent.gateway import AgentGateway, Session
 from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, RunState, parse_hello, parse_state
 
@@ -30,9 +30,11 @@ class AgentLink:
 
     @classmethod
     async def open(cls, gateway: AgentGateway, container: str) -> "AgentLink":
-        """Connect to the agent of a container. Raise NotConnected."""
+        """Connect to the agent of a container. Raise NotConnected, AgentOutdated."""
         session = await gateway.open_session(container, CONNECT_SECONDS)
         if session is None:
+            if gateway.find_outdated(container):
+                raise AgentOutdated("The agent of the sandbox is of another version.")
             raise NotConnected("The agent of the sandbox is not connected.")
         return cls(session)
 

@@ -24,7 +24,7 @@ from leases.stream_server import access
 from leases.stream_server.agent_link import WAIT_SECONDS, AgentLink
 from leases.stream_server.connections import Connections
 from leases.stream_server.grants import TerminalGrant
-from sandboxes.agent.client import ConnectionLost, NotConnected
+from sandboxes.agent.client import AgentOutdated, ConnectionLost, NotConnected
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.agent.protocol import ProtocolError, RunState
 from sandboxes.egress.call_tracking import DatabaseThreads
@@ -39,6 +39,7 @@ RECONNECT_SECONDS = 5.0  # for the agent to connect again
 RECONNECT_PAUSE_SECONDS = 0.1
 WRITE_WAIT_SECONDS = 5.0  # for room in the input of the program
 MAX_REASON_BYTES = 123  # of a close frame (RFC 6455, section 5.5)
+AGENT_OUTDATED_REASON = "agent_outdated: the sandbox runs the agent of another version until it has slept and woken."
 # Close codes of RFC 6455 for applications: 4000 plus a status of HTTP.
 CODE_ENDED, CODE_FORBIDDEN, CODE_INVALID, CODE_UNAVAILABLE = 4410, 4403, 4400, 4503
 
@@ -72,6 +73,8 @@ class TerminalAgent:
                 if head["verb"] != "read":  # output waits as long as the sandbox is suspended
                     await self._resume()
                 continue
+            except AgentOutdated as error:
+                raise TerminalClosed(CODE_UNAVAILABLE, AGENT_OUTDATED_REASON) from error
             except (ConnectionLost, NotConnected, ProtocolError) as error:
                 lost_at = lost_at or time.monotonic()
                 if time.monotonic() > lost_at + RECONNECT_SECONDS:

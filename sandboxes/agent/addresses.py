@@ -13,7 +13,7 @@ from django.utils.module_loading import import_string
 
 from sandboxes.agent.gateway import encode_control_frame
 from sandboxes.agent.internal import MAX_GREETING_BYTES, NONCE_BYTES, GatewayTrust, prove
-from sandboxes.agent.protocol import HEADER, ProtocolError, RawFrame
+from sandboxes.agent.protocol import HEADER, ProtocolError, RawFrame, UnsupportedVersion, is_spoken
 
 GREETING_TIMEOUT_SECONDS = 2.0  # in addition to the time that the gateway is asked to wait
 LOOKUP_PAUSE_SECONDS = 0.1  # between look-ups of an agent that is connecting
@@ -80,6 +80,13 @@ class AgentLocation(NamedTuple):
 
     address: str  # host:port; empty: none at the moment
     number: int
+    refused_version: int | None = None  # of the protocol, in the last greeting if no gateway accepted it
+
+    def require_spoken(self) -> None:
+        """Raise AgentOutdated if no gateway holds a connection because this version does not speak with the agent."""
+        if not self.address and self.refused_version is not None and not is_spoken(self.refused_version):
+            error = UnsupportedVersion(self.refused_version)
+            raise AgentOutdated(f"No agent is connected: {error}") from error
 
 
 class RoutedGateway:
@@ -96,7 +103,9 @@ class RoutedGateway:
         return f"agent {agent}"
 
     def open(self, agent: str, *, wait: float) -> socket.socket:
-        """Wait up to `wait` seconds for the agent's first connection, too. Raise GatewayDown once it has been connected."""
+        """Wait up to `wait` seconds for the agent's first connection, too. Raise GatewayDown once it has been connected.
+
+        The connection of an outdated agent is brief: it connects again and again. So its row tells clients."""
         deadline = time.monotonic() + wait
         while True:
             location = self._locate(agent)
@@ -106,6 +115,8 @@ class RoutedGateway:
                     return self._connect(location, agent, wait)
                 except (OSError, ProtocolError) as failed:
                     error = failed
+            elif location:
+                location.require_spoken()
             if time.monotonic() >= deadline:
                 if location is None:
                     raise NotConnected("The agent has not connected yet.")

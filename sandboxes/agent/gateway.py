@@ -89,6 +89,7 @@ class AgentSession(asyncio.Protocol):
 
     def __init__(self, gateway: "AgentGateway", container: str, *, number: int = 0) -> None:
         self.container, self.number, self.hello, self.violation = container, number, b"", ""
+        self.refused_version: int | None = None  # of the protocol, if it is not spoken
         self.clients: set[ResponseReceiver] = set()
         self._gateway, self._reader, self._ids = gateway, FrameReader(), itertools.count(1)
         self._pending: dict[int, tuple[ResponseReceiver, int]] = {}
@@ -106,6 +107,7 @@ class AgentSession(asyncio.Protocol):
                 else:
                     self._accept_hello(frame)
         except UnsupportedVersion as error:
+            self.refused_version = error.version
             self._gateway.note_outdated(self.container, frame.encode(0), str(error))
             self._transport.abort()
         except ProtocolError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from sandboxes.agent.gateway import AgentGateway, ClientSession, ResponseReceiver, encode_control_frame
-from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, parse_hello
+from sandboxes.agent.protocol import Frame, FrameReader, ProtocolError, RawFrame, UnsupportedVersion, parse_hello
 
 log = structlog.get_logger(__name__)
 AUTHENTICATION_SECONDS = 5.0
@@ -151,7 +151,9 @@ class RelayedSession(asyncio.Protocol):
 async def connect(
     address: str, secret: bytes, agent: str, number: int, trust: GatewayTrust | None = None
 ) -> RelayedSession | None:
-    """Connect to an agent through the gateway at an internal address. Return None if the agent is not there."""
+    """Connect to an agent through the gateway at an internal address. Return None if the agent is not there.
+
+    Raise UnsupportedVersion if this version does not speak with the agent."""
     host, _, port = address.rpartition(":")
     host, session = host.strip("[]"), None
     context, name = (trust.context, trust.get_name(host)) if trust else (None, None)
@@ -162,6 +164,10 @@ async def connect(
             )
             await session.authenticate(secret, agent, number)
             return session
+    except UnsupportedVersion:
+        if session is not None:
+            session.close()
+        raise
     except (OSError, TimeoutError, ProtocolError) as error:
         log.info("agent not reached through its gateway", address=address, error=str(error))
         if session is not None:

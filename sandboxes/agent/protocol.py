@@ -64,7 +64,14 @@ class ProtocolError(Exception):
 
 
 class UnsupportedVersion(ProtocolError):
-    """The agent is that of an older or newer version of Leasehold."""
+    """The agent is that of an older or newer version of Leasehold. `version` is that of its protocol."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"its agent is of another version of Leasehold (protocol {version}, not {OLDEST_VERSION} to {VERSION}), "
+            "and is replaced when the sandbox sleeps and wakes"
+        )
+        self.version = version
 
 
 class TerminalSize(NamedTuple):
@@ -156,14 +163,16 @@ def parse_hello(frame: Frame) -> str:
         raise ProtocolError("no greeting")
     if abs(version) > MAX_VERSION:
         raise ProtocolError("invalid version")
-    if not OLDEST_VERSION <= version <= VERSION:
-        raise UnsupportedVersion(
-            f"its agent is of another version of Leasehold (protocol {version}, not {OLDEST_VERSION} to {VERSION}), "
-            "and is replaced when the sandbox sleeps and wakes"
-        )
+    if not is_spoken(version):
+        raise UnsupportedVersion(version)
     if not isinstance(boot, str) or not 16 <= len(boot) <= MAX_BOOT_CHARACTERS:
         raise ProtocolError("invalid boot id")
     return boot
+
+
+def is_spoken(version: int) -> bool:
+    """Return whether agents with this version of the protocol are spoken with."""
+    return OLDEST_VERSION <= version <= VERSION
 
 
 def parse_state(run_id: str, frame: Frame) -> RunState:

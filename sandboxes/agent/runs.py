@@ -11,6 +11,7 @@ from sandboxes.agent.addresses import GatewayAddress
 from sandboxes.agent.client import (
     RECONNECT_PAUSE_SECONDS,
     AgentConnection,
+    AgentOutdated,
     ConnectionLost,
     NotConnected,
     connect_through_restart,
@@ -194,11 +195,25 @@ class AgentClient:
         With `prepare` the agent, which may be about to connect, also starts its helper for file operations, and keeps it until
         its first command."""
         try:
-            with self._connect(CONNECT_SECONDS if prepare else 0.0) as connection:
-                connection.request({"verb": "ping", "prepare": prepare}, timeout=timeout)
+            self.ping(timeout=timeout, prepare=prepare)
         except (NotConnected, ConnectionLost, ProtocolError):
             return False
         return True
+
+    def ping(self, *, timeout: float, prepare: bool = False) -> None:
+        """Like `responds`. Raise NotConnected, ConnectionLost or ProtocolError if the agent does not."""
+        with self._connect(CONNECT_SECONDS if prepare else 0.0) as connection:
+            connection.request({"verb": "ping", "prepare": prepare}, timeout=timeout)
+
+    def is_outdated(self, *, wait: float) -> bool:
+        """Return whether the agent is of a version that is not spoken. Wait up to `wait` seconds for it to connect."""
+        try:
+            with self._connect(wait):
+                return False
+        except AgentOutdated:
+            return True
+        except (NotConnected, ConnectionLost, ProtocolError):
+            return False
 
     def is_silent(self, *, timeout: float) -> bool:
         """Return whether the connected agent answers neither of two pings, each within half of `timeout` (seconds).

@@ -13,7 +13,7 @@ from sandboxes.models import AgentRoute
 
 def locate_agent(ref: str) -> AgentLocation | None:
     """Return the gateway that holds the connection of a sandbox's agent. None if the agent has never connected."""
-    found = AgentRoute.objects.filter(ref=ref).values_list("address", "number").first()
+    found = AgentRoute.objects.filter(ref=ref).values_list("address", "number", "refused_version").first()
     return AgentLocation(*found) if found else None
 
 

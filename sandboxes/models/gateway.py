@@ -16,10 +16,17 @@ class GatewayToken(models.Model):
     sha256 = models.CharField(max_length=64, unique=True, editable=False)
     issued_at = models.DateTimeField()
     session_sha256 = models.CharField(
-        max_length=64, blank=True, default="", editable=False, help_text="Hash of the secret that the agent chose at its join."
+        max_length=64,
+        blank=True,
+        default="",
+        db_default="",
+        editable=False,
+        help_text="Hash of the secret that the agent chose at its join.",
     )
     joined_at = models.DateTimeField(null=True, blank=True)
-    refused_joins = models.PositiveIntegerField(default=0, help_text="Attempts to use the token again after the join.")
+    refused_joins = models.PositiveIntegerField(
+        default=0, db_default=0, help_text="Attempts to use the token again after the join."
+    )
     refused_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -42,6 +49,10 @@ class AgentRoute(models.Model):
     )
     opened_at = models.DateTimeField()
     seen_at = models.DateTimeField(help_text="Last time at which the gateway confirmed the connection.")
+    refused_version = models.IntegerField(
+        null=True,
+        help_text="Version of the agent's protocol, if the last connection ended because the gateway does not speak it.",
+    )
 
     def __str__(self) -> str:
         return f"route to the agent of {self.ref}"

@@ -1,6 +1,7 @@
 """Hosts: engines that run sandboxes. The verbs are in sandboxes.hosts."""
 
 from django.db import models
+from django.db.models import Value
 
 
 class Host(models.Model):
@@ -34,14 +35,17 @@ class Host(models.Model):
         null=True, blank=True, editable=False, help_text="Sandboxes reach the gateway alone. Empty: not checked."
     )
     seal_checked_at = models.DateTimeField(null=True, blank=True, editable=False)
-    seal_report = models.TextField(blank=True, default="", editable=False, help_text="Destinations tried, with the outcomes.")
+    seal_report = models.TextField(
+        blank=True, default="", db_default="", editable=False, help_text="Destinations tried, with the outcomes."
+    )
 
     # Limits of the engine on all sandboxes, as last read: sandboxes.hosts.engine_quotas.
-    quotas = models.JSONField(default=list, blank=True, editable=False)
+    quotas = models.JSONField(default=list, db_default=Value([], models.JSONField()), blank=True, editable=False)
     quotas_read_at = models.DateTimeField(null=True, blank=True, editable=False)
     quotas_error = models.TextField(
         blank=True,
         default="",
+        db_default="",
         editable=False,
         help_text="Error of the last attempt. Empty: it read the values.",
     )
@@ -58,16 +62,16 @@ class Host(models.Model):
 
     # Circuit breaker of starts, see sandboxes.pool.start_breaker.
     start_failures = models.PositiveIntegerField(
-        default=0, editable=False, help_text="Consecutive starts for which the provider was unavailable."
+        default=0, db_default=0, editable=False, help_text="Consecutive starts for which the provider was unavailable."
     )
-    start_pauses = models.PositiveIntegerField(default=0, editable=False, help_text="Consecutive pauses.")
+    start_pauses = models.PositiveIntegerField(default=0, db_default=0, editable=False, help_text="Consecutive pauses.")
     starts_paused_until = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Starts are refused until then."
     )
     start_probing = models.BooleanField(
-        default=False, editable=False, help_text="One start has been let through to test the provider."
+        default=False, db_default=False, editable=False, help_text="One start has been let through to test the provider."
     )
-    start_error = models.TextField(blank=True, editable=False)
+    start_error = models.TextField(blank=True, default="", db_default="", editable=False)
     start_error_code = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
 
     class Meta:

@@ -15,6 +15,7 @@ from django.db.models import (
     PositiveIntegerField,
     Q,
     SlugField,
+    Value,
 )
 
 from sandboxes.egress.allow_list.domains import check_allowed_domains
@@ -71,11 +72,11 @@ class Policy(Model):
         help_text=f"Maximum size of one model request, KiB; at most {MAX_BODY_KIB:,}.",
     )  # fmt: skip
     agent_tools = JSONField(
-        default=list, blank=True, validators=[check_models],
+        default=list, db_default=Value([], JSONField()), blank=True, validators=[check_models],
         help_text='Tools that agent CLIs may use, such as "Read" and "Bash". Empty: all.',
     )  # fmt: skip
     agent_denied_commands = JSONField(
-        default=list, blank=True, validators=[check_models],
+        default=list, db_default=Value([], JSONField()), blank=True, validators=[check_models],
         help_text='Shell commands that interrupt an agent CLI: patterns such as "git push*" or "rm -rf *".',
     )  # fmt: skip
     agent_max_turns = PositiveIntegerField(
@@ -88,33 +89,37 @@ class Policy(Model):
     )  # fmt: skip
     previews = BooleanField(
         default=False,
+        db_default=False,
         help_text="Preview URLs: programs that listen on a TCP port in the sandbox can be reached from outside by signed URLs.",
     )
     mcp_tools = JSONField(
-        default=list, blank=True, validators=[check_mcp_tools],
+        default=list, db_default=Value([], JSONField()), blank=True, validators=[check_mcp_tools],
         help_text=f"Tools of the control plane that programs in the sandbox may call: {', '.join(MCP_TOOLS)}. Empty: none.",
     )  # fmt: skip
     record_collections = JSONField(
-        default=list, blank=True, validators=[check_collections],
+        default=list, db_default=Value([], JSONField()), blank=True, validators=[check_collections],
         help_text='Collections of the agent\'s AT Protocol repository in which records are created: NSIDs such as '
         '"org.example.game.action". Empty: none.',
     )  # fmt: skip
     relay = BooleanField(default=False, help_text="Access to the relay. Sandboxes can publish in their agent's name.")
 
     allowed_domains = JSONField(
-        default=list, blank=True, validators=[check_allowed_domains],
+        default=list, db_default=Value([], JSONField()), blank=True, validators=[check_allowed_domains],
         help_text='Domains that the sandbox reaches through the proxy: "pypi.org", "*.example.org" (names below it) or '
         '"git.example.org:8443"; ports 443 and 80 unless stated. Empty: no network.',
     )  # fmt: skip
     max_connections = PositiveIntegerField(
-        default=16, validators=[MinValueValidator(1), MaxValueValidator(64)],
+        default=16, db_default=16, validators=[MinValueValidator(1), MaxValueValidator(64)],
         help_text="Maximum number of concurrent connections of one sandbox to these domains.",
     )  # fmt: skip
     max_connection_mib = PositiveIntegerField(
-        default=1024, validators=[MinValueValidator(1)], help_text="Maximum bytes of one connection in both directions, MiB."
+        default=1024,
+        db_default=1024,
+        validators=[MinValueValidator(1)],
+        help_text="Maximum bytes of one connection in both directions, MiB.",
     )
     max_lease_mib = PositiveIntegerField(
-        default=10240, validators=[MinValueValidator(1)],
+        default=10240, db_default=10240, validators=[MinValueValidator(1)],
         help_text="Maximum bytes of all connections of one lease in both directions, MiB.",
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ import uuid
 from django.conf import settings
 from django.core.validators import MinValueValidator
 from django.db import models
-from django.db.models import F, Q
+from django.db.models import F, Q, Value
 from django.utils import timezone
 
 from sandboxes.models.resource_limits import MIN_MEMORY_MIB, MIN_MILLICPUS, ResourceLimits, validate_images
@@ -56,10 +56,17 @@ class Pool(ResourceLimits):
         help_text="Maximum number of sandboxes, cold ones and those being destroyed included.",
     )
     automatic_capacity = models.BooleanField(
-        default=False, help_text="Set the capacity to LEASEHOLD_MAX_SANDBOXES, or if that is unset by the engine's memory."
+        default=False,
+        db_default=False,
+        help_text="Set the capacity to LEASEHOLD_MAX_SANDBOXES, or if that is unset by the engine's memory.",
     )
     capacity_origin = models.CharField(
-        max_length=255, blank=True, editable=False, help_text="Origin of an automatic capacity. Empty: not derived yet."
+        max_length=255,
+        blank=True,
+        default="",
+        db_default="",
+        editable=False,
+        help_text="Origin of an automatic capacity. Empty: not derived yet.",
     )
     used = models.PositiveIntegerField(default=0, editable=False)
     max_starting = models.PositiveIntegerField(
@@ -68,7 +75,9 @@ class Pool(ResourceLimits):
     )  # fmt: skip
     draining = models.BooleanField(default=False, editable=False, help_text="No new sandboxes; existing ones end normally.")
     restricted = models.BooleanField(
-        default=False, help_text="Only API keys that list this pool, and environment types that set it, may use it."
+        default=False,
+        db_default=False,
+        help_text="Only API keys that list this pool, and environment types that set it, may use it.",
     )
     warm_target = models.PositiveIntegerField(
         default=0, help_text="Number of sandboxes to keep ready without a lease on each host, starting ones included."
@@ -90,7 +99,7 @@ class Pool(ResourceLimits):
     memory_mib = models.PositiveIntegerField(default=default_memory_mib, validators=[MinValueValidator(MIN_MEMORY_MIB)])
     millicpus = models.PositiveIntegerField(default=default_millicpus, validators=[MinValueValidator(MIN_MILLICPUS)])
     allowed_images = models.JSONField(
-        default=list, blank=True, validators=[validate_images],
+        default=list, db_default=Value([], models.JSONField()), blank=True, validators=[validate_images],
         help_text="Further images that a lease may request, such as those of image templates: a list of names.",
     )  # fmt: skip
     max_memory_mib = models.PositiveIntegerField(
@@ -115,7 +124,7 @@ class Pool(ResourceLimits):
     warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
     woken_local = models.PositiveBigIntegerField(default=0, editable=False)
     woken_cloud = models.PositiveBigIntegerField(default=0, editable=False)
-    woken_vendor = models.PositiveBigIntegerField(default=0, editable=False)
+    woken_vendor = models.PositiveBigIntegerField(default=0, db_default=0, editable=False)
     woken_fresh = models.PositiveBigIntegerField(default=0, editable=False)
     slept = models.PositiveBigIntegerField(default=0, editable=False)
     claimed_warm = models.PositiveBigIntegerField(default=0, editable=False)

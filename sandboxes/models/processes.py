@@ -45,8 +45,12 @@ class Process(models.Model):
     argv = models.JSONField()
     cwd = models.CharField(max_length=4096)
     env_names = models.JSONField(default=list, help_text="Names only; values may be secret.")
-    keep_awake = models.BooleanField(default=False, help_text="The sandbox is not suspended while the process runs.")
-    is_terminal = models.BooleanField(default=False, help_text="The program has a terminal, to which clients connect.")
+    keep_awake = models.BooleanField(
+        default=False, db_default=False, help_text="The sandbox is not suspended while the process runs."
+    )
+    is_terminal = models.BooleanField(
+        default=False, db_default=False, help_text="The program has a terminal, to which clients connect."
+    )
     started_at = models.DateTimeField()
     starts_by = models.DateTimeField(help_text="Deadline of the start. A process not listed by then counts as never started.")
     checked_at = models.DateTimeField(null=True, editable=False, help_text="Time of the last listing by a sweep.")
@@ -54,20 +58,30 @@ class Process(models.Model):
     ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was detected.")
     exit_code = models.IntegerField(null=True, blank=True)
     note = models.CharField(max_length=500, blank=True, help_text="Cause of the end, if the exit code does not show it.")
-    restart = models.CharField(max_length=16, choices=RestartPolicy, default=RestartPolicy.NEVER, verbose_name="restart policy")
-    restart_after_wake = models.BooleanField(default=False, help_text="Started again after a wake of its sandbox.")
-    max_restarts = models.PositiveIntegerField(default=5, help_text="Maximum number of restarts in the window.")
-    restart_window_seconds = models.PositiveIntegerField(default=600, verbose_name="restart window, seconds")
-    restarts = models.PositiveIntegerField(default=0, help_text="Restarts so far, after exits and wakes.")
+    restart = models.CharField(
+        max_length=16,
+        choices=RestartPolicy,
+        default=RestartPolicy.NEVER,
+        db_default=RestartPolicy.NEVER,
+        verbose_name="restart policy",
+    )
+    restart_after_wake = models.BooleanField(
+        default=False, db_default=False, help_text="Started again after a wake of its sandbox."
+    )
+    max_restarts = models.PositiveIntegerField(default=5, db_default=5, help_text="Maximum number of restarts in the window.")
+    restart_window_seconds = models.PositiveIntegerField(default=600, db_default=600, verbose_name="restart window, seconds")
+    restarts = models.PositiveIntegerField(default=0, db_default=0, help_text="Restarts so far, after exits and wakes.")
     restarted_at = models.DateTimeField(null=True, blank=True, help_text="Time of the last restart.")
     restart_at = models.DateTimeField(null=True, blank=True, help_text="Time of the next restart, of an ended process.")
     window_started_at = models.DateTimeField(null=True, blank=True)
-    window_restarts = models.PositiveIntegerField(default=0, help_text="Restarts in the current window.")
-    wake_pending = models.BooleanField(default=False, help_text="To be restarted by the next wake.")
+    window_restarts = models.PositiveIntegerField(default=0, db_default=0, help_text="Restarts in the current window.")
+    wake_pending = models.BooleanField(default=False, db_default=False, help_text="To be restarted by the next wake.")
     kill_requested_at = models.DateTimeField(null=True, blank=True, help_text="Time of the kill, which ends all restarts.")
     mark = models.UUIDField(null=True, blank=True, editable=False, help_text="Mark of the last restart. Empty: the id.")
-    start_confirmed = models.BooleanField(default=True, help_text="The provider has confirmed the last restart.")
-    has_stdin = models.BooleanField(default=False)
+    start_confirmed = models.BooleanField(
+        default=True, db_default=True, help_text="The provider has confirmed the last restart."
+    )
+    has_stdin = models.BooleanField(default=False, db_default=False)
     sealed_env = models.BinaryField(null=True, editable=False, help_text="Variables for a restart, encrypted.")
 
     class Meta:

@@ -5,6 +5,7 @@ import re
 from django.core.exceptions import ValidationError
 from django.core.validators import MinValueValidator
 from django.db import models
+from django.db.models import Value
 
 MIN_MEMORY_MIB, MIN_MILLICPUS, MIN_DISK_MIB = 16, 50, 1
 GPU_TYPE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}"
@@ -52,16 +53,16 @@ class ResourceLimits(models.Model):
         null=True, blank=True, help_text="Maximum number of GPUs that a lease may request. Empty: limited by the pool alone."
     )
     allowed_images = models.JSONField(
-        default=list, blank=True, validators=[validate_images],
+        default=list, db_default=Value([], models.JSONField()), blank=True, validators=[validate_images],
         help_text="Images that a lease may request. Empty: every image that the pool allows.",
     )  # fmt: skip
     allowed_sizes = models.JSONField(
-        default=list, blank=True, validators=[validate_sizes],
+        default=list, db_default=Value([], models.JSONField()), blank=True, validators=[validate_sizes],
         help_text="Names of the instance types that a lease may request, which then may state no other memory or CPU. Empty: "
         "every size within the limits.",
     )  # fmt: skip
     allowed_gpu_types = models.JSONField(
-        default=list, blank=True, validators=[validate_gpu_types],
+        default=list, db_default=Value([], models.JSONField()), blank=True, validators=[validate_gpu_types],
         help_text="GPU types that a lease may request, in capitals. Empty: every type of the provider.",
     )  # fmt: skip
 

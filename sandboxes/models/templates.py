@@ -53,7 +53,7 @@ class ImageTemplate(models.Model):
     requested_by = models.CharField(max_length=255, blank=True, help_text="Operator or API key of the last request.")
     started_at = models.DateTimeField(null=True, blank=True, help_text="Start of the last attempt.")
     finished_at = models.DateTimeField(null=True, blank=True, help_text="End of the last build.")
-    build_number = models.PositiveIntegerField(default=1, help_text="Number of the last requested build, from 1.")
+    build_number = models.PositiveIntegerField(default=1, db_default=1, help_text="Number of the last requested build, from 1.")
     attempts = models.PositiveSmallIntegerField(default=0, help_text="Attempts of the present build.")
     # A row in flight: a build, or a removal. The deadline of a waiting build is the time at which a sweep queues it again.
     claim = models.UUIDField(null=True, blank=True, editable=False)

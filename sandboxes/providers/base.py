@@ -426,6 +426,10 @@ class Provider(ABC):
         """Return whether the sandbox has answered within `timeout`, without a command. False if that cannot be asked."""
         return False
 
+    def has_outdated_agent(self, ref: str) -> bool:
+        """Return whether the agent is of a version that is not spoken. False if that is not known, as before it connects."""
+        return False
+
     def prepare_claim(self, ref: str) -> None:  # noqa: B027 - nothing to prepare by default
         """Prepare a pre-warmed sandbox for the first operation of its future holder. Without effect if that fails."""
 
@@ -441,7 +445,9 @@ class Provider(ABC):
 
     @abstractmethod
     def restart(self, ref: str) -> None:
-        """Kill all processes of the sandbox, and start it with the same /workspace and /data. Raise Missing."""
+        """Kill all processes of the sandbox, and start it with the same /workspace and /data. Raise Missing.
+
+        An agent of a version that is not spoken is replaced, where the engine has an image with another one."""
 
     @abstractmethod
     def destroy(self, ref: str) -> None:

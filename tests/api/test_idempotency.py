@@ -149,9 +149,12 @@ def test_exec_of_a_dead_process_is_never_repeated(ada: ApiClient, run_path: str,
     assert [response.json().get("run_id")] == ([str(run.pk) for run in Run.objects.all()] or [None])
 
 
+@pytest.mark.parametrize("has_first_digest", [True, False])  # False: the key is of a version before the column
 def test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key(
-    ada: ApiClient, run_path: str, memory, crash_at
+    ada: ApiClient, run_path: str, memory, crash_at, has_first_digest: bool
 ) -> None:
+    if not has_first_digest:
+        AgentKey.objects.update(first_digest="")
     with crash_at("run answered"):
         ada.post(run_path, {"argv": ["true"]}, idempotency_key="k1")
     drop_result(memory)

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 import pytest
 from django.utils import timezone
 
-from leases import leasing
-from sandboxes.errors import NotIsolated
-from sandboxes.models import Host, Pool, Sandbox
+from leases import execution, leasing
+from sandboxes import processes
+from sandboxes.agent import protocol
+from sandboxes.errors import NotIsolated, SandboxError
+from sandboxes.failures import find_cause, needs_operator
+from sandboxes.models import AgentRoute, Host, Pool, Sandbox
 from sandboxes.pool.lifetimes import end_lifetimes
+from sandboxes.processes import ProcessSpec
 from sandboxes.sweeps import end_watch, reconciliation, seal_checks
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.emulators.kubernetes.api.resources import PODS, SECRETS
@@ -21,29 +25,72 @@ from tests.support.remote_agent import serving_gateway
 from tests.support.servers import ports
 from tests.support.servers.egress import EventLoopThread
 from tests.support.servers.tls import create_certificates
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db(transaction=True)]
 
 
 @pytest.fixture
-def cluster(docker_ready, tmp_path_factory, settings):
-    """The cluster as the default provider's, with a running gateway."""
-    files, [port], loop = (
-        create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY),
-        ports.find_free_ports(),
-        EventLoopThread(),
-    )
-    with serving_gateway(loop, port, files), serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
-        cluster = Cluster(emulator, SimpleNamespace(port=port))
+def loop():
+    loop = EventLoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def files(tmp_path_factory):
+    return create_certificates(tmp_path_factory.mktemp("tls"), GATEWAY)
+
+
+@pytest.fixture
+def gateway(loop, files):
+    """Running gateway, and its port."""
+    [port] = ports.find_free_ports()
+    with serving_gateway(loop, port, files) as server:
+        yield server, port
+
+
+@pytest.fixture
+def cluster(docker_ready, gateway, files, tmp_path_factory, settings):
+    """The cluster as the default provider's, with the gateway."""
+    with serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
+        cluster = Cluster(emulator, SimpleNamespace(port=gateway[1]))
         settings.SANDBOX_IMAGE, settings.GATEWAY_AUTHORITY = DOCKER_IMAGE, str(files.authority)
         with configured_cluster(cluster, f"https://{GATEWAY}:8443", settings):
             yield cluster
-    loop.close()
 
 
 @pytest.fixture
 def pool(db):
     return Pool.objects.create(name="pods", provider="kubernetes", image=DOCKER_IMAGE, capacity=10, memory_mib=128)
+
+
+def test_agent_of_another_version_is_named_to_callers_and_ends_a_start(cluster, gateway, loop, grant, monkeypatch):
+    now = timezone.now()
+    lease = grant(now=now)
+    assert run(lease, "true", now=now).exit_code == 0
+    with monkeypatch.context() as upgrade:  # of the control plane: the Pod stays, its agent connects again
+        upgrade.setattr(protocol, "OLDEST_VERSION", protocol.VERSION + 1)
+        upgrade.setattr(protocol, "VERSION", protocol.VERSION + 1)
+        session = loop.run(gateway[0].agents.wait_for_session(get_sandbox(lease).ref, 0.0))
+        loop.loop.call_soon_threadsafe(session.end)
+        wait_until(AgentRoute.objects.filter(refused_version__isnull=False).exists, "the agent is refused", within=30)
+        for act in (
+            lambda: run(lease, "true", now=now),
+            lambda: write(lease, now=now),
+            lambda: processes.start_process(execution.build_sandbox_request(lease, now=now), ProcessSpec(["true"]), now=now),
+        ):
+            with pytest.raises(SandboxError, match="agent is of another version") as failed:
+                act()
+            assert (find_cause(failed.value), needs_operator(failed.value)) == ("agent_outdated", True)
+        further = grant(environment="game-2", now=now)
+        began = timezone.now()
+        with pytest.raises(SandboxError, match="Build the image again") as failed:
+            run(further, "true", now=now)
+        assert (find_cause(failed.value), needs_operator(failed.value)) == ("agent_outdated", True)
+        assert timezone.now() - began < MINUTE  # and not after the time limit of a start
+    wait_until(AgentRoute.objects.filter(ref=get_sandbox(lease).ref).exclude(address="").exists, "it is accepted", within=30)
+    assert run(lease, "true", now=now).exit_code == 0
 
 
 def test_lease_on_kubernetes_survives_a_drain_and_ends_as_lost_with_the_reason(cluster, grant, settings, monkeypatch):

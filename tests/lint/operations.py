@@ -2,11 +2,13 @@
 
 A migration may break a rule of REASONED if it says why, for example `reasons = {"check": "One row a host."}`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 from typing import Any
 
+import sqlparse
 from django.db import migrations, models
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.operations.fields import FieldOperation
@@ -14,9 +16,11 @@ from django.db.migrations.state import ProjectState
 from django.db.models import NOT_PROVIDED, Field
 
 from sandboxes.db.concurrent_indexes import AddIndexConcurrently
-from sandboxes.db.migration_operations import AddCheckNotValid, DropColumn, DropTable, ValidateCheck
+from sandboxes.db.migration_operations import AddCheckNotValid, ChangeRowsInBatches, DropColumn, DropTable, ValidateCheck
 
 REASONED = {
+    "batches": "one statement or transaction for all rows of a table holds their locks for long: ChangeRowsInBatches in a "
+    "migration with atomic = False",
     "check": "a new constraint reads all rows under a lock, and may refuse rows of the version before: AddCheckNotValid, "
     "ValidateCheck in a later migration",
     "index": "an index that is not created concurrently stops writes: AddIndexConcurrently in a migration with atomic = False",
@@ -24,8 +28,11 @@ REASONED = {
     "tables": "an atomic migration that locks two tables deadlocks with requests that lock them in another order",
     "type": "a new type copies the table under a lock, and the version before may write other values",
 }
-REPEATABLE = (AddIndexConcurrently, ValidateCheck, migrations.RunPython)  # and none stops others while it waits for a lock
-DATA_STATEMENTS = ("INSERT", "UPDATE", "DELETE")
+# And none stops others while it waits for a lock.
+REPEATABLE = (AddIndexConcurrently, ValidateCheck, ChangeRowsInBatches, migrations.RunPython)
+SCHEMA_STATEMENT = re.compile(
+    r"(CREATE|ALTER|DROP|COMMENT)\b(?!.*\bAS\s+(SELECT|WITH|TABLE|VALUES)\b)", re.IGNORECASE | re.DOTALL
+)
 OPTIONS_OF_TYPES = ("max_digits", "decimal_places")
 Problem = tuple[str, str]  # rule, text
 
@@ -53,8 +60,10 @@ def check_migration(migration: migrations.Migration, before: ProjectState, base:
     if migration.atomic and len(locked) > 1:
         found.append(("tables", f"locks {', '.join(sorted(locked))} in one transaction"))
     changes_data = [is_data_change(step.operation) for step in steps if step.on_database]
-    if migration.atomic and any(changes_data) and not all(changes_data):
-        found.append(("data", "changes rows and the schema in one transaction: rows in a migration of their own"))
+    if any(changes_data) and not all(changes_data):
+        found.append(("data", "changes rows and the schema: rows in a migration of their own, with ChangeRowsInBatches"))
+    elif any(changes_data):
+        found += find_unbatched(migration, steps)
     if not migration.atomic and any(not isinstance(step.operation, REPEATABLE) for step in steps if step.on_database):
         found.append(("atomic", "a repetition after a crash fails: with atomic = False only operations that can be repeated"))
     unused = reasons.keys() - {rule for rule, _ in found if rule in REASONED}
@@ -80,9 +89,25 @@ def is_of_state_only(operation: Operation) -> bool:
 
 
 def is_data_change(operation: Operation) -> bool:
+    """Return whether an operation may change rows: every statement may that is not known to change the schema alone."""
     if isinstance(operation, migrations.RunSQL):
-        return any(word in str(operation.sql).upper() for word in DATA_STATEMENTS)
-    return isinstance(operation, migrations.RunPython)
+        return not all(SCHEMA_STATEMENT.match(statement) for statement in split_sql(operation.sql))
+    return isinstance(operation, migrations.RunPython | ChangeRowsInBatches)
+
+
+def split_sql(sql: Any) -> Iterator[str]:
+    """Yield the statements of a RunSQL, without comments. A list has statements, or pairs of a statement and parameters."""
+    for script in [sql] if isinstance(sql, str) else sql:
+        text = script if isinstance(script, str) else script[0]
+        yield from filter(None, (sqlparse.format(part, strip_comments=True).strip("; \n") for part in sqlparse.split(text)))
+
+
+def find_unbatched(migration: migrations.Migration, steps: Sequence[Step]) -> Iterator[Problem]:
+    for step in steps:
+        if step.on_database and not isinstance(step.operation, ChangeRowsInBatches):
+            yield "batches", f"{type(step.operation).__name__} changes rows without batches"
+        elif step.on_database and migration.atomic:
+            yield "batches", "all batches are in the transaction of the migration"
 
 
 class OperationCheck:
@@ -120,7 +145,7 @@ class OperationCheck:
 
     @singledispatchmethod
     def _check(self, operation: Operation) -> Iterator[Problem]:
-        if not isinstance(operation, migrations.RunPython | migrations.RunSQL):
+        if not isinstance(operation, migrations.RunPython | migrations.RunSQL | ChangeRowsInBatches):
             yield "unknown", f"no rule is known for {type(operation).__name__}: add one to tests/lint/operations.py"
 
     @_check.register(AddIndexConcurrently | ValidateCheck | migrations.RemoveIndex | migrations.RenameIndex)

@@ -869,9 +869,16 @@ MUTANTS = (
     Mutant(
         name="keys-run-id-changes-with-a-rotation",
         path=IDEMPOTENCY,
-        before="{holder.first_digest} {row.pk}",
+        before="{holder.first_digest or holder.digest} {row.pk}",
         after="{holder.digest} {row.pk}",
         tests=[f"{TEST_IDEMPOTENCY}::test_an_interrupted_exec_keeps_its_run_across_a_rotation_of_the_key"],
+    ),
+    Mutant(
+        name="agents-outdated-unnamed",
+        path="sandboxes/agent/addresses.py",
+        before="is not None and not is_spoken(self.refused_version)",
+        after="is not None and False",
+        tests=["tests/unit/sandboxes/agent/test_remote.py::test_agent_of_another_version_is_named_to_every_process"],
     ),
     # --- egress ---
     Mutant(

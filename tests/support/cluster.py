@@ -74,7 +74,7 @@ class SessionRecords:
     def _record(self, agent: AgentIdentity, address: str, *, now: datetime) -> int:
         return 0  # clients of the unix socket name no number
 
-    def _clear(self, sandbox: uuid.UUID, number: int) -> None:
+    def _clear(self, sandbox: uuid.UUID, number: int, refused_version: int | None) -> None:
         return
 
     def _find_valid(self, connections: Any, address: str, *, now: datetime) -> set[uuid.UUID]:

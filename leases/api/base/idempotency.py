@@ -250,7 +250,7 @@ def _derive_run_id(holder: AgentKey, row: IdempotentRequest) -> uuid.UUID:
 
     An id that the caller did not choose is derived from the row, so that it is known after the process has died. The random
     digest makes it unique across installations. The first one stays when the key is rotated."""
-    return row.run_id or uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.first_digest} {row.pk}")
+    return row.run_id or uuid.uuid5(uuid.NAMESPACE_OID, f"{holder.first_digest or holder.digest} {row.pk}")
 
 
 def _build_response(status: int, data: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> HttpResponse:

@@ -20,3 +20,5 @@ class Command(BaseCommand):
         with report_errors(verbosity):
             sandbox = execution.restart_sandbox(parse_lease_id(lease), now=database_time.now(), actor="command line")
             self.stdout.write(f"{sandbox.pk} {sandbox.state}" if sandbox else "the lease has no sandbox")
+            if sandbox and execution.has_outdated_agent(sandbox):
+                self.stderr.write("The sandbox still runs the agent of another version. Run `manage.py build_image` first.")

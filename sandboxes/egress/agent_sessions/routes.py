@@ -26,7 +26,7 @@ class OpenConnection(NamedTuple):
 
 def record(agent: AgentIdentity, address: str, *, now: datetime) -> int:
     """Record that the gateway at `address` holds the connection of an agent. Return the number of the connection."""
-    values = {"ref": agent.ref, "address": address, "opened_at": now, "seen_at": now}
+    values = {"ref": agent.ref, "address": address, "opened_at": now, "seen_at": now, "refused_version": None}
     with transaction.atomic():
         AgentRoute.objects.get_or_create(sandbox_id=agent.sandbox, defaults={**values, "number": 0})
         AgentRoute.objects.filter(sandbox_id=agent.sandbox).update(**values, number=F("number") + 1)
@@ -34,9 +34,9 @@ def record(agent: AgentIdentity, address: str, *, now: datetime) -> int:
         return AgentRoute.objects.values_list("number", flat=True).get(sandbox_id=agent.sandbox)
 
 
-def clear(sandbox: uuid.UUID, number: int) -> None:
-    """Record the end of a connection, unless a later one has begun."""
-    AgentRoute.objects.filter(sandbox_id=sandbox, number=number).update(address="")
+def clear(sandbox: uuid.UUID, number: int, refused_version: int | None = None) -> None:
+    """Record the end of a connection, unless a later one has begun. `refused_version` is that of an agent not spoken with."""
+    AgentRoute.objects.filter(sandbox_id=sandbox, number=number).update(address="", refused_version=refused_version)
 
 
 def find_valid(connections: Mapping[uuid.UUID, OpenConnection], address: str, *, now: datetime) -> set[uuid.UUID]:

@@ -16,8 +16,9 @@ from aiohttp import web
 from django.db import Error as DatabaseError
 
 from sandboxes.agent import internal
+from sandboxes.agent.addresses import AgentOutdated
 from sandboxes.agent.gateway import AgentGateway, AgentSession, Session
-from sandboxes.agent.protocol import RawFrame
+from sandboxes.agent.protocol import RawFrame, UnsupportedVersion
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.agent_sessions import routes
@@ -159,16 +160,23 @@ class AgentSessionServer:
         return True
 
     async def _connect_elsewhere(self, ref: str) -> Session | None:
-        """Connect to an agent that another gateway holds. Return None if there is none, or if the database does not respond."""
+        """Connect to an agent that another gateway holds. Return None if there is none, or if the database does not respond.
+
+        Raise AgentOutdated."""
         try:
             location = await self.database.run(agent_routes.locate_agent, ref)
         except DatabaseError as error:
             log.error("agent not looked up", ref=ref, error=str(error))
             return None
+        if location is not None:
+            location.require_spoken()
         if location is None or location.address in ("", self.address):
             return None
         secret, trust = agent_routes.derive_gateway_secret(), agent_routes.build_gateway_trust()
-        return await internal.connect(location.address, secret, ref, location.number, trust)
+        try:
+            return await internal.connect(location.address, secret, ref, location.number, trust)
+        except UnsupportedVersion as error:
+            raise AgentOutdated(f"No agent is connected: {error}") from error
 
     def note_end(self, session: RemoteSession) -> None:
         """Record the end of a session's connection."""
@@ -180,7 +188,7 @@ class AgentSessionServer:
 
     async def _clear(self, session: RemoteSession) -> None:
         with contextlib.suppress(DatabaseError, RuntimeError):  # RuntimeError: this process ends. A client is refused then.
-            await self.database.run(routes.clear, session.agent.sandbox, session.opened.number)
+            await self.database.run(routes.clear, session.agent.sandbox, session.opened.number, session.refused_version)
 
     async def _watch(self) -> None:
         """End sessions that were revoked, or whose agent has connected to another gateway. Runs until cancelled."""

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+from sandboxes.agent.runs import CONNECT_SECONDS
 from sandboxes.providers.agent.commands import AgentCommandProvider
 from sandboxes.providers.errors import Missing, ProviderError
 
@@ -35,6 +36,13 @@ class AgentLivenessProvider(AgentCommandProvider):
 
     def responds(self, ref: str, *, timeout: timedelta) -> bool:
         return self._ping(ref, timeout)
+
+    def has_outdated_agent(self, ref: str) -> bool:
+        try:
+            agent = self._find_agent(ref)
+            return agent is not None and agent.is_outdated(wait=CONNECT_SECONDS)
+        except ProviderError:
+            return False
 
     def prepare_claim(self, ref: str) -> None:
         self._ping(ref, PREPARE_TIMEOUT, prepare=True)

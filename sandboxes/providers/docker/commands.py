@@ -87,7 +87,7 @@ class ContainerCommandProvider(AgentCommandProvider):
         raise Unavailable(f"No command can be started in {ref}: {reason}", cause=FailureCause.NOT_RUNNING)
 
     @abstractmethod
-    def _recreate(self, ref: str) -> bool:
+    def _recreate(self, ref: str, *, is_recovery: bool = True) -> bool:
         """Create the container of a sandbox again on its volumes. Return False unless all of them exist."""
 
     def _has_volumes(self, ref: str) -> bool:

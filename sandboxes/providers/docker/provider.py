@@ -186,7 +186,7 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
             raise
         return True
 
-    def _recreate(self, ref: str) -> bool:
+    def _recreate(self, ref: str, *, is_recovery: bool = True) -> bool:
         """Create the container of a sandbox again on its volumes. Return False unless all of them exist.
 
         1. Read the spec from the volumes.
@@ -207,9 +207,30 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
             return False
         self._engine.cgroups.pop(ref, None)
         self._engine.container_ids.pop(ref, None)
-        if is_created:
+        if is_created and is_recovery:
             log.warning("container created again on its volumes", name=ref)
             recoveries.report(Recovery.RECREATED)
+        return True
+
+    def _renew(self, ref: str, container: str) -> bool:
+        """See ContainerRestartProvider. The container is created again on its volumes, by the spec that they have as a label.
+
+        After a crash in between the next call creates it, as after a removal by someone else. All directories but /workspace
+        and /data are lost, as by an eviction, which concerns only sandboxes with a writable root file system."""
+        kept = volumes.find_kept(self._engine, ref)
+        if kept is None:
+            return False
+        with translate_errors():
+            try:
+                present = self._engine.client.inspect_image(kept.spec.image or settings.SANDBOX_IMAGE)["Id"]
+            except ImageNotFound:
+                return False
+        if self._engine.call("GET", f"/containers/{container}/json")["Image"] == present:
+            return False
+        self._engine.call("DELETE", f"/containers/{container}")
+        if not self._recreate(ref, is_recovery=False):
+            raise Missing(f"{ref} was destroyed")
+        log.info("container replaced: its agent was of another version", name=ref)
         return True
 
     def _is_own_container(self, spec: SandboxSpec) -> bool:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import structlog
 from django.conf import settings
 
-from sandboxes.agent.client import ConnectionLost, NotConnected
+from sandboxes.agent.client import AgentOutdated, ConnectionLost, NotConnected
 from sandboxes.agent.protocol import ProtocolError
 from sandboxes.agent.runs import RESPONSE_SECONDS, AgentClient, AgentRun, NotStarted
 from sandboxes.providers.agent import runs
@@ -135,14 +135,16 @@ class PodCommandProvider(AgentCommandProvider, ABC):
         if self.configuration.exec_fallback and error.reason == "not_connected":
             log.warning("exec by the API server", ref=ref, run=mark, reason=str(error))
             return
-        cause = FailureCause.AGENT_NOT_CONNECTED if error.reason == "not_connected" else None
-        raise Unavailable(f"The agent of {ref} has started nothing: {error}", cause=cause) from error
+        raise Unavailable(f"The agent of {ref} has started nothing: {error}") from error  # whose cause states why
 
     def find_exec(self, ref: str, mark: str) -> ExecState | None:
         """See Provider. An agent that does not respond may connect to another gateway: the state is not known until then."""
         agent = self._find_agent(ref)
         try:
             return runs.read_state(agent, mark) if agent else None
+        except AgentOutdated as error:
+            self.pods.read_live(ref)
+            raise Unavailable(f"The agent of {ref} is not spoken with: {error}") from error
         except (NotConnected, ConnectionLost) as error:
             raise self._build_unreachable_error(ref) from error
 
@@ -223,8 +225,21 @@ class KubernetesProvider(PodCommandProvider, AgentFilesProvider, AgentProcessesP
         return spec.name
 
     def wait_ready(self, ref: str, *, timeout: timedelta) -> None:
-        Readiness(self.pods, ref, timeout=timeout).wait(lambda: self.responds(ref, timeout=PING_TIMEOUT))
+        Readiness(self.pods, ref, timeout=timeout).wait(lambda: self._has_joined(ref))
         self.make_directory(ref, HOME)  # the volume is empty
+
+    def _has_joined(self, ref: str) -> bool:
+        """Return whether the agent of a new Pod responds. Raise Rejected if its image has the agent of another version."""
+        agent = self._find_agent(ref)
+        try:
+            if agent is not None:
+                agent.ping(timeout=PING_TIMEOUT.total_seconds())
+        except AgentOutdated as error:
+            message = f"{ref} cannot be used: its image has the agent of another version of Leasehold. Build the image again."
+            raise Rejected(message, cause=FailureCause.AGENT_OUTDATED) from error
+        except (NotConnected, ConnectionLost, ProtocolError):
+            return False
+        return agent is not None
 
     def restart(self, ref: str) -> None:
         """Kill all processes but the agent. A Pod whose agent does not respond cannot be restarted with its files."""

@@ -41,12 +41,22 @@ def test_a_process_is_started_listed_and_returned(ada: ApiClient, processes_url:
 
 def test_restart_ends_the_processes(ada: ApiClient, lease: dict[str, Any], processes_url: str) -> None:
     url = f"leases/{lease['id']}/restart"
-    assert ada.post(url).json() == {"sandbox": None}
+    assert ada.post(url).json() == {"sandbox": None, "agent_outdated": False}
     process = ada.post(processes_url, WATCH).json()
     restarted = ada.post(url, idempotency_key="k")
     assert (restarted.status_code, restarted.json()["sandbox"]["state"]) == (200, "waiting")
     assert ada.post(url, idempotency_key="k").json() == restarted.json()
     assert ada.get(f"{processes_url}/{process['process_id']}").json()["state"] == "gone"
+
+
+def test_restart_says_that_the_agent_is_still_of_another_version(
+    ada: ApiClient, lease: dict[str, Any], processes_url: str, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada.post(processes_url, WATCH)
+    url = f"leases/{lease['id']}/restart"
+    assert ada.post(url).json()["agent_outdated"] is False
+    monkeypatch.setattr(memory, "has_outdated_agent", lambda ref: True)
+    assert ada.post(url).json()["agent_outdated"] is True
 
 
 def test_a_restart_policy_is_returned_and_each_restart_counted(ada: ApiClient, processes_url: str) -> None:

@@ -5,23 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.apps import apps
 from django.db import migrations, models
+from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 from django.db.models import Q
 from django.utils.module_loading import import_string
 
 from sandboxes.db.concurrent_indexes import AddIndexConcurrently
-from sandboxes.db.migration_operations import AddCheckNotValid, DropColumn, DropTable, ValidateCheck
+from sandboxes.db.migration_operations import AddCheckNotValid, ChangeRowsInBatches, DropColumn, DropTable, ValidateCheck
 from tests.lint import landed
 from tests.lint.base import BASE_VARIABLE, find_base
 from tests.lint.imports import FUNCTIONS, find_live_imports
-from tests.lint.operations import REASONED, check_migration
+from tests.lint.migrations import APPS
+from tests.lint.operations import REASONED, check_migration, is_required
 
 RunPython, RunSQL, AddField, RemoveField = migrations.RunPython, migrations.RunSQL, migrations.AddField, migrations.RemoveField
 NAME = models.CharField(max_length=10)
 CHECK = models.CheckConstraint(condition=Q(size__gt=0), name="box_size")
 INDEX = models.Index(fields=["size"], name="box_size_index")
+IN_BATCHES = ChangeRowsInBatches("box", lambda rows: rows.update(note="x"), Q(note=None))
 TOKEN = migrations.CreateModel("token", [("id", models.AutoField(primary_key=True)), ("text", models.TextField())])
 
 
@@ -82,6 +86,14 @@ def without_database(*operations: Operation) -> migrations.SeparateDatabaseAndSt
         ([AddField("box", "to", models.ForeignKey("app.shelf", models.CASCADE, null=True, db_index=False))], ["tables"]),
         ([AddField("box", "a", models.TextField(null=True)), RunPython(act)], ["data"]),
         ([AddField("box", "a", models.TextField(null=True)), RunSQL("UPDATE app_box SET a = name")], ["data"]),
+        ([RunPython(act)], ["batches"]),
+        ([RunSQL("UPDATE app_box SET note = name")], ["batches"]),
+        ([RunSQL([("DELETE FROM app_box WHERE size = %s", [1])])], ["batches"]),
+        ([RunSQL("-- rows\nWITH x AS (SELECT 1) INSERT INTO app_box (size) SELECT * FROM x")], ["batches"]),
+        ([RunSQL("CREATE TABLE app_copy AS SELECT * FROM app_box")], ["batches"]),
+        ([RunSQL("ALTER TABLE app_box SET (fillfactor = 80); SELECT change_rows()")], ["batches"]),
+        ([migrations.SeparateDatabaseAndState(database_operations=[RunSQL("UPDATE app_box SET note = name")])], ["batches"]),
+        ([IN_BATCHES], ["batches"]),
         ([type("Unknown", (Operation,), {"state_forwards": lambda *arguments: None})()], ["unknown"]),
     ],
 )  # fmt: skip
@@ -98,7 +110,8 @@ def test_a_migration_that_breaks_a_rule_is_found(operations: list[Operation], ru
         [migrations.AlterField("box", "name", models.CharField(max_length=20, help_text="Of the box."))],
         [migrations.AlterField("box", "name", models.CharField(max_length=10, help_text="Of the box."))],
         [AddCheckNotValid("box", CHECK)],
-        [RunPython(act), RunSQL("UPDATE app_box SET note = name")],
+        [RunSQL("CREATE TRIGGER boxes BEFORE UPDATE ON app_box EXECUTE FUNCTION act(); COMMENT ON TABLE app_box IS 'updates'")],
+        [AddField("box", "a", models.TextField(null=True)), RunSQL("ALTER TABLE app_box SET (fillfactor = 80)")],
         [TOKEN, AddField("token", "a", models.TextField()), migrations.AddIndex("token", INDEX), RemoveField("token", "text")],
         [migrations.CreateModel("label", [("box", models.ForeignKey("app.box", models.CASCADE))])],
     ],
@@ -109,8 +122,17 @@ def test_a_migration_that_keeps_the_rules_is_not(operations: list[Operation]) ->
 
 def test_without_a_transaction_only_what_can_be_repeated_is_permitted() -> None:
     concurrently = AddIndexConcurrently("box", INDEX)
-    assert find_rules(concurrently, ValidateCheck("box", "box_size"), RunPython(act), atomic=False) == []
+    assert find_rules(concurrently, ValidateCheck("box", "box_size"), atomic=False) == []
+    assert find_rules(RunSQL("UPDATE app_box SET note = name"), atomic=False) == ["batches", "atomic"]
     assert find_rules(concurrently, AddField("box", "color", models.TextField(null=True)), atomic=False) == ["atomic"]
+
+
+def test_rows_are_changed_in_batches_and_in_a_migration_of_their_own() -> None:
+    assert find_rules(IN_BATCHES, atomic=False) == []
+    assert find_rules(IN_BATCHES, AddIndexConcurrently("box", INDEX), atomic=False) == ["data"]
+    assert find_rules(RunPython(act), atomic=False) == ["batches"]
+    assert find_rules(RunPython(act), RunSQL("DELETE FROM app_shelf"), reasons={"batches": "Ten rows each."}) == []
+    assert find_rules(TOKEN, RunPython(act), reasons={"batches": "Ten rows."}) == ["data", "reasons"]
 
 
 def test_what_the_base_does_not_have_may_be_removed() -> None:
@@ -143,6 +165,30 @@ def test_a_reason_permits_what_needs_one_and_nothing_else() -> None:
 )
 def test_imports_of_code_that_changes_are_found(source: str, found: list[str]) -> None:
     assert [*find_live_imports(source)] == found
+
+
+def test_columns_that_were_added_later_have_a_database_default() -> None:
+    loader = MigrationLoader(None)
+    state, without = loader.project_state(), []
+    for app, name in loader.graph.nodes:
+        operations = loader.get_migration(app, name).operations if app in APPS else []
+        created = {step.name_lower for step in operations if isinstance(step, migrations.CreateModel)}
+        for step in operations:
+            if isinstance(step, AddField) and step.model_name_lower not in created:
+                model = state.models.get((app, step.model_name_lower))
+                field = model.fields.get(step.name) if model else None
+                if field and not field.many_to_many and not isinstance(field, models.GeneratedField) and is_required(field):
+                    without.append(f"{app}.{step.model_name}.{step.name}")
+    assert without == []
+
+
+def test_defaults_of_the_database_are_those_of_the_models() -> None:
+    fields = [field for app in APPS for model in apps.get_app_config(app).get_models() for field in model._meta.local_fields]
+    compared = [field for field in fields if field.has_default() and field.has_db_default()]
+    assert len(compared) > 70
+    in_database = {field: getattr(field.db_default, "value", field.db_default) for field in compared}
+    differing = [str(field) for field in compared if field.get_default() != in_database[field]]
+    assert differing == []
 
 
 def test_functions_to_which_migrations_refer_exist() -> None:

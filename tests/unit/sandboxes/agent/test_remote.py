@@ -21,16 +21,17 @@ from django.utils import timezone
 from leases import leasing
 from leases.models import Lease
 from leases.stream_server.agent_link import AgentLink
-from sandboxes.agent import internal, runs
+from sandboxes.agent import internal, protocol, runs
 from sandboxes.agent.addresses import AgentLocation, GatewayDown, RoutedGateway
-from sandboxes.agent.client import AgentConnection, NotConnected
+from sandboxes.agent.client import AgentConnection, AgentOutdated, NotConnected
 from sandboxes.agent.internal import GatewayTrust
 from sandboxes.agent.operations import RepeatingConnection
-from sandboxes.agent.runs import AgentClient, AgentResult
+from sandboxes.agent.runs import AgentClient, AgentResult, NotStarted
 from sandboxes.egress import gateway_tokens, public_listener
 from sandboxes.egress.agent_sessions import routes
 from sandboxes.egress.agent_sessions import server as session_server
 from sandboxes.egress.server import EgressServer
+from sandboxes.failures import find_cause, needs_operator
 from sandboxes.hosts import agent_routes
 from sandboxes.models import AgentRoute, GatewayToken, LlmCall, Sandbox
 from sandboxes.providers.errors import Missing
@@ -339,6 +340,43 @@ def test_gateway_that_is_killed_costs_no_run(lease: Lease, files: TlsFiles, star
         found = client.find("r2", cap=1000)
         assert isinstance(found, AgentResult) and found.stdout == b"2\n"
     balancer.close()
+
+
+def test_agent_of_another_version_is_named_to_every_process(
+    lease: Lease,
+    server: EgressServer,
+    loop: EventLoopThread,
+    port: int,
+    files: TlsFiles,
+    start: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start(lease)
+    client, ref = connect(lease), get_sandbox(lease).ref
+    with monkeypatch.context() as upgrade:  # of the control plane: the agent in the sandbox stays
+        upgrade.setattr(protocol, "OLDEST_VERSION", protocol.VERSION + 1)
+        upgrade.setattr(protocol, "VERSION", protocol.VERSION + 1)
+        session = loop.run(server.agents.wait_for_session(ref, 0.0))
+        loop.loop.call_soon_threadsafe(session.end)
+        refused = AgentRoute.objects.filter(refused_version=protocol.VERSION - 1, address="")
+        wait_until(refused.exists, "the agent is refused and its connection has ended")
+        locate = RoutedGateway(lambda _: AgentLocation("", 1, protocol.VERSION - 1), b"secret")  # between two connections
+        with pytest.raises(AgentOutdated, match=f"protocol {protocol.VERSION - 1}, not {protocol.VERSION}"):
+            locate.open(ref, wait=60.0)
+        began = time.monotonic()
+        with pytest.raises(NotStarted) as failed:
+            client.run(make_run("r1", "true"))
+        assert time.monotonic() - began < RoutedGateway.restart_seconds
+        assert (find_cause(failed.value), needs_operator(failed.value)) == ("agent_outdated", True)
+        with pytest.raises(AgentOutdated):
+            loop.run(AgentLink.open(server.agents, ref))
+        [other_port] = ports.find_free_ports()
+        with serving_gateway(loop, other_port, files) as other:
+            wait_until(refused.exists, "the agent has no connection")
+            with pytest.raises(AgentOutdated):
+                loop.run(AgentLink.open(other.agents, ref))
+    assert connect(lease).run(make_run("r2", "echo", "ok")).stdout == b"ok\n"  # the agent of a version that is spoken
+    assert AgentRoute.objects.get().refused_version is None
 
 
 @pytest.mark.parametrize("act", [AgentClient.run, lambda client, run, check: RepeatingConnection(client, check)])

@@ -4,12 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, connection, migrations, models
+from django.db import IntegrityError, NotSupportedError, connection, migrations, models
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
-from django.db.models import Q
+from django.db.models import F, Q
 
-from sandboxes.db.migration_operations import AddCheckNotValid, DropColumn, DropTable, ValidateCheck
+from sandboxes.db.migration_operations import (
+    BATCH_SIZE,
+    AddCheckNotValid,
+    ChangeRowsInBatches,
+    DropColumn,
+    DropTable,
+    ValidateCheck,
+)
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 CHECK = models.CheckConstraint(condition=Q(size__gt=0), name="probe_size")
@@ -23,9 +30,9 @@ def without_database(*operations: Operation) -> migrations.SeparateDatabaseAndSt
     return migrations.SeparateDatabaseAndState(state_operations=operations)
 
 
-def apply(state: ProjectState, *operations: Operation) -> ProjectState:
+def apply(state: ProjectState, *operations: Operation, atomic: bool = True) -> ProjectState:
     """Apply a migration. Return the state after it."""
-    migration = type("Migration", (migrations.Migration,), {"operations": list(operations)})("0001", "app")
+    migration = type("Migration", (migrations.Migration,), {"operations": list(operations), "atomic": atomic})("0001", "app")
     with connection.schema_editor(atomic=migration.atomic) as editor:
         return migration.apply(state, editor)
 
@@ -83,3 +90,41 @@ def test_rows_that_violate_a_check_stop_its_validation_only(state: ProjectState)
     state = apply(state, AddCheckNotValid("probe", CHECK))
     with pytest.raises(IntegrityError):
         apply(state, ValidateCheck("probe", "probe_size"))
+
+
+def insert_rows(*sizes: int) -> None:
+    execute(f"INSERT INTO app_probe (size) VALUES {', '.join(f'({size})' for size in sizes)}")
+
+
+@pytest.mark.parametrize("further", [0, 1])
+def test_rows_are_changed_in_batches_and_a_crash_keeps_those_that_ended(state: ProjectState, further: int) -> None:
+    insert_rows(*[0] * (2 * BATCH_SIZE + further), 7)
+    batches: list[int] = []
+
+    def change(rows: Any) -> None:
+        batches.append(rows.update(size=F("size") + 1))
+        if len(batches) == 2:
+            raise ConnectionError("crash")
+
+    with pytest.raises(ConnectionError):
+        apply(state, ChangeRowsInBatches("probe", change, Q(size=0)), atomic=False)
+    counts = "SELECT size, COUNT(*) FROM app_probe GROUP BY size ORDER BY size"
+    assert execute(counts) == [(0, BATCH_SIZE + further), (1, BATCH_SIZE), (7, 1)]
+    apply(state, ChangeRowsInBatches("probe", change, Q(size=0)), atomic=False)  # a repetition
+    assert batches == [BATCH_SIZE] * 3 + [further] * bool(further)
+    assert execute(counts) == [(1, 2 * BATCH_SIZE + further), (7, 1)]
+    apply(state, ChangeRowsInBatches("probe", lambda rows: rows.delete(), Q(size=1)), atomic=False)
+    assert execute(counts) == [(7, 1)]
+
+
+def test_rows_whose_condition_stays_true_are_changed_once(state: ProjectState) -> None:
+    insert_rows(*[0] * (BATCH_SIZE + 1))
+    apply(state, ChangeRowsInBatches("probe", lambda rows: rows.update(size=F("size") + 1), Q(size__gte=0)), atomic=False)
+    assert execute("SELECT DISTINCT size FROM app_probe") == [(1,)]
+
+
+def test_batches_in_one_transaction_are_refused(state: ProjectState) -> None:
+    insert_rows(0)
+    with pytest.raises(NotSupportedError, match="needs atomic = False"):
+        apply(state, ChangeRowsInBatches("probe", lambda rows: rows.update(size=1), Q(size=0)))
+    assert execute("SELECT size FROM app_probe") == [(0,)]

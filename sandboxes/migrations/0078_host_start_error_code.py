@@ -6,7 +6,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('sandboxes', '0070_sweep_indexes'),
+        ('sandboxes', '0077_agentroute_refused_version'),
     ]
 
     operations = [

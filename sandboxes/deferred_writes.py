@@ -102,3 +102,6 @@ def end_on_connection_error(claim: Claim) -> Iterator[Claim]:
     except CONNECTION_ERRORS:
         record_or_defer(claim.end, "claim not ended", clock=claim.clock, claim=str(claim))
         raise
+    except RetriesExhausted:
+        DEFERRED.add(claim.end, "claim not ended", claim=str(claim))
+        raise

@@ -19,12 +19,15 @@ from leases.agent_runs.clis.base import AgentOptions
 from leases.agent_runs.clis.registry import CLIS
 from leases.agent_runs.models import AgentRun, AgentRunState
 from leases.agent_runs.policy import AgentPolicy
-from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderReplaced, store_message
+from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderClaim, RecorderReplaced, store_message
 from leases.errors import AgentRunClosed, AgentRunNotFound
 from leases.models import Lease
 from leases.queue import running
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.db.connection_errors import CONNECTION_ERRORS
+from sandboxes.deferred_writes import end_on_connection_error, record_or_defer
 from sandboxes.egress import gateway_tokens
+from sandboxes.errors import ResultPending
 from sandboxes.guard import Guard, WrappedGuard
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
@@ -91,14 +94,18 @@ def create(
         started_at=now,
         recorder_deadline=now + settings.SANDBOX_START_TIMEOUT + RECORDER_TTL,
     )
-    if queued:
-        row.save(force_insert=True)
-    else:
-        running.insert_direct(row)  # first: the history has no prompt of a run that was refused
+    try:
+        if queued:
+            row.save(force_insert=True)
+        else:
+            running.insert_direct(row)  # first: the history has no prompt of a run that was refused
+    except CONNECTION_ERRORS:  # the transaction may have been committed
+        _delete_unstarted(row, clock_from(now))
+        raise
     try:
         _store_request(row, request.options.prompt, now=now, actor=actor)
     except Exception:
-        AgentRun.objects.filter(pk=run_id, ended_at__isnull=True).delete()
+        _delete_unstarted(row, clock_from(now))
         raise
     checkpoint("agent run created", row)
     return row
@@ -156,13 +163,24 @@ def execute(
     )
     try:
         execution.exec_command(row.lease_id, command, now=clock(), actor=actor, wrap_guard=wrap)
+    except ResultPending:  # the command has ended
+        raise
     except Exception:
-        if not Run.objects.filter(pk=row.pk, holder=row.lease_id).exclude(NEVER_STARTED).exists():
-            AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True).delete()
+        _delete_unstarted(row, clock)
         raise
     finally:
+        recording.command_has_ended.set()
         if recording.ident is not None:
             recording.join()
+
+
+def _delete_unstarted(row: AgentRun, clock: Clock) -> None:
+    """Delete the row of an agent run whose command never began, once the database responds.
+
+    Another run may have the same id if this row was not inserted."""
+    began = Run.objects.filter(pk=OuterRef("pk"), holder=row.lease_id).exclude(NEVER_STARTED)
+    own = AgentRun.objects.filter(pk=row.pk, lease=row.lease_id, started_at=row.started_at, ended_at__isnull=True)
+    record_or_defer(own.filter(~Exists(began)).delete, "agent run not deleted", clock=clock, agent_run=str(row.pk))
 
 
 class RecordingThread(threading.Thread):
@@ -171,10 +189,14 @@ class RecordingThread(threading.Thread):
     def __init__(self, row: AgentRun, clock: Clock, on_message: Callable[[dict[str, Any]], object]) -> None:
         super().__init__(name="agent-run-recorder", daemon=True)
         self._row, self._clock, self._on_message = row, clock, on_message
+        self.command_has_ended = threading.Event()
 
     def run(self) -> None:
+        def is_running() -> bool:
+            return not self.command_has_ended.is_set()
+
         try:
-            Recorder(self._row, clock=self._clock, on_message=self._on_message).record()
+            Recorder(self._row, clock=self._clock, on_message=self._on_message, is_command_running=is_running).record()
         except RecorderReplaced:
             log.warning("agent run is recorded by another process", agent_run=str(self._row.pk))
         except Exception:
@@ -241,12 +263,14 @@ def _record_abandoned_run(row: AgentRun, clock: Clock) -> int:
     run = Run.objects.select_related("sandbox__host").filter(pk=row.pk).defer("stdout", "stderr").first()
     if run is not None and (run.ended_at is None or (retention.has_sandbox(run) and not registry.is_local(run.sandbox))):
         return 0
-    previous, row.recorder_deadline = row.recorder_deadline, clock() + RECORDER_TTL
+    claim = RecorderClaim(row, clock)
+    previous = claim.advance()
     own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)
     if run is None:
         note = "The control plane was interrupted before the command began."
         return own.update(state=AgentRunState.FAILED, ended_at=clock(), note=note)
-    if not own.update(recorder_deadline=row.recorder_deadline):
-        return 0
+    with end_on_connection_error(claim):
+        if not own.update(recorder_deadline=row.recorder_deadline):
+            return 0
     Recorder(row, clock=clock).record()
     return 1

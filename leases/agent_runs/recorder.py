@@ -9,10 +9,12 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 from django.db import transaction
+from django.db.models import QuerySet
 
 from leases.agent_runs import interruption
 from leases.agent_runs.clis.base import Message
@@ -22,8 +24,10 @@ from leases.agent_runs.ndjson import JsonLine, MalformedLine, NdjsonParser
 from leases.agent_runs.policy import AgentPolicy
 from leases.agent_runs.results import load_result
 from leases.failed_by import classify_agent_run
+from sandboxes.claims import Claim
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.db.connection_errors import retry_connection_errors
+from sandboxes.db.connection_errors import RetriesExhausted, retry_connection_errors
+from sandboxes.deferred_writes import end_on_connection_error
 from sandboxes.models import Run, RunOutcome, StopReason
 from sandboxes.models.webhooks import EventType
 from sandboxes.runs import retention
@@ -37,6 +41,7 @@ from sandboxes.streams.registry import OPEN_STREAMS, StreamSlot
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 RECORDER_TTL = timedelta(minutes=1)  # the reader returns at least every 15 seconds
 STORE_RETRY_PAUSES_SECONDS = (0.2, 1.0, 5.0, *[15.0] * 40)  # ten minutes, after which a message counts as lost
 MAX_RESULT_CHARS = 64 << 10
@@ -47,8 +52,29 @@ class RecorderReplaced(Exception):
     """Another process records this agent run."""
 
 
+class RecorderClaim(Claim):
+    """Claim of a recorder on the row of its agent run. The deadline that the recorder wrote last is the token."""
+
+    def __init__(self, row: AgentRun, clock: Clock) -> None:
+        open_rows = AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True)
+        super().__init__(open_rows, deadline=row.recorder_deadline, clock=clock, column="recorder_deadline", ttl=RECORDER_TTL)
+        self._row, self._previous = row, row.recorder_deadline
+
+    def advance(self, deadline: datetime | None = None) -> datetime:
+        """Set the next deadline in the object of the row, which the caller then writes. Return the previous deadline."""
+        self._previous, self._row.recorder_deadline = self._row.recorder_deadline, deadline or self.clock() + self.ttl
+        return self._previous
+
+    def _get_rows(self) -> QuerySet[AgentRun]:
+        # After a lost answer the row has either deadline.
+        return self._rows.filter(recorder_deadline__in=(self._previous, self._row.recorder_deadline))
+
+
 class Recorder:
-    """Recorder of one agent run. It continues after the last recorded message. `on_message` receives each one."""
+    """Recorder of one agent run. It continues after the last recorded message. `on_message` receives each one.
+
+    Queries are repeated while the database does not respond: for FAILOVER_PERIOD, and longer while `is_command_running`,
+    because no sweep records the run until its command has ended."""
 
     def __init__(
         self,
@@ -56,8 +82,10 @@ class Recorder:
         *,
         clock: Clock,
         on_message: Callable[[dict[str, Any]], object] = bool,
+        is_command_running: Callable[[], bool] = bool,
     ) -> None:
         self._agent_run, self._clock, self._on_message = agent_run, clock, on_message
+        self._claim, self._is_command_running = RecorderClaim(agent_run, clock), is_command_running
         self._cli = CLIS[agent_run.cli]
         self._policy = AgentPolicy.from_document(agent_run.policy)
         self._parser = NdjsonParser(agent_run.stdout_offset)
@@ -68,19 +96,33 @@ class Recorder:
     def record(self) -> None:
         """Record the output up to its end, close the agent run, and let the sandbox drop the output.
 
-        Raise RecorderReplaced, and OutputUnreachable if the rest of the output of an ended command cannot be read now."""
-        row = self._agent_run
+        Raise RecorderReplaced, and OutputUnreachable if the rest of the output of an ended command cannot be read now.
+        If the database does not respond, end the claim once it does, and raise RetriesExhausted."""
         try:
-            run = rows.fetch_run(row.pk, with_output=True)
-            slot = StreamSlot(OPEN_STREAMS, row.lease_id, follows_command=True)
-            reader = RunReader(run, Position(row.stdout_offset, row.stderr_offset), slot, is_recorder=True)
-            try:
-                for item in reader.read():
-                    self._take(item)
-            finally:
-                reader.close()
+            with end_on_connection_error(self._claim):
+                self._record()
         finally:
             rows.close_if_idle()
+
+    def _record(self) -> None:
+        row = self._agent_run
+        run = self._retry(partial(rows.fetch_run, row.pk, with_output=True), "run not read")
+        slot = StreamSlot(OPEN_STREAMS, row.lease_id, follows_command=True)
+        reader = RunReader(run, Position(row.stdout_offset, row.stderr_offset), slot, is_recorder=True)
+        try:
+            for item in reader.read():
+                self._take(item)
+        finally:
+            reader.close()
+
+    def _retry(self, query: Callable[[], T], message: str) -> T:
+        """Return the result of an idempotent query. Raise RetriesExhausted."""
+        while True:
+            try:
+                return retry_connection_errors(query, message, clock=self._clock, run=str(self._agent_run.pk))
+            except RetriesExhausted:
+                if not self._is_command_running():
+                    raise
 
     def _take(self, item: StreamItem) -> None:
         match item:
@@ -103,9 +145,15 @@ class Recorder:
 
     def _keep_alive(self) -> None:
         self._save()
-        self._agent_run.refresh_from_db(fields=["interrupted_at"])
+        self._refresh("interrupted_at")
         if self._agent_run.interrupted_at:  # the command may have started after the request to interrupt it
-            interruption.kill_command(self._agent_run.pk)
+            self._kill_command(StopReason.INTERRUPTED)
+
+    def _refresh(self, *fields: str) -> None:
+        self._retry(partial(self._agent_run.refresh_from_db, fields=fields), "agent run not read")
+
+    def _kill_command(self, reason: StopReason) -> None:
+        self._retry(partial(interruption.kill_command, self._agent_run.pk, reason), "command not killed")
 
     def _record_line(self, line: JsonLine | MalformedLine, position: Position) -> None:
         row = self._agent_run
@@ -143,19 +191,25 @@ class Recorder:
         row = self._agent_run
         if row.interrupted_at or not (message.turn_id or message.tool_calls):
             return
-        cost = load_result(row.pk, now=self._clock()).cost if self._policy.max_cost is not None else None
+        cost = None
+        if self._policy.max_cost is not None:
+            cost = self._retry(lambda: load_result(row.pk, now=self._clock()), "costs not read").cost
         violation = self._policy.find_violation(message.tool_calls, turns=row.turn_count, cost=cost)
         if violation:
             log.warning("agent run violates its policy", agent_run=str(row.pk), violation=violation)
             row.interrupted_at, row.violation = self._clock(), _clean(violation)[:500]
             self._save("interrupted_at", "violation")
-            interruption.kill_command(row.pk, StopReason.POLICY)
+            self._kill_command(StopReason.POLICY)
 
     def _store(self, role: str, content: dict[str, Any], sequence: int) -> None:
         """Append a message to the chat history. A message that cannot be stored is counted as lost."""
+
+        def store() -> None:
+            store_message(self._stores, self._agent_run, role, content, sequence, now=self._clock())
+
         for pause in (*(STORE_RETRY_PAUSES_SECONDS if self._store_responds else ()), None):
             try:
-                store_message(self._stores, self._agent_run, role, content, sequence, now=self._clock())
+                self._retry(store, "message not stored")
                 self._store_responds = True
                 return
             except StoreError as error:
@@ -170,7 +224,7 @@ class Recorder:
 
     def _close(self, run: Run) -> None:
         row = self._agent_run
-        row.refresh_from_db(fields=["interrupted_at", "violation"])
+        self._refresh("interrupted_at", "violation")
         row.state, row.note = classify_state(row, run), run.note
         row.ended_at = run.ended_at
         audit = {"action": "agent_run.ended", "agent_run": str(row.pk), "state": row.state, "violation": row.violation}
@@ -183,28 +237,26 @@ class Recorder:
             "state": row.state, "violation": row.violation, "turn_count": row.turn_count, "exit_code": run.exit_code,
             "failed_by": classify_agent_run(row, run),
         }  # fmt: skip
-        token = row.recorder_deadline
+        token, deadline = row.recorder_deadline, self._clock() + RECORDER_TTL  # the same if the end is recorded again
 
         def record_end() -> None:
             row.recorder_deadline = token  # that of the last committed write, if this call is repeated
             with transaction.atomic():
-                self._save("state", "note", "ended_at")
+                self._save("state", "note", "ended_at", deadline=deadline)
                 outbox.enqueue_event(EventType.AGENT_RUN_ENDED, key=str(row.pk), payload=payload, now=self._clock())
 
-        retry_connection_errors(record_end, "agent run not closed", clock=self._clock, run=str(row.pk))
+        self._retry(record_end, "agent run not closed")
 
-    def _save(self, *fields: str) -> None:
+    def _save(self, *fields: str, deadline: datetime | None = None) -> None:
         """Store fields of the row, its offsets, and a later deadline. Raise RecorderReplaced.
 
         The previous deadline is the token of this recorder."""
         row = self._agent_run
-        previous, row.recorder_deadline = row.recorder_deadline, self._clock() + RECORDER_TTL
+        previous = self._claim.advance(deadline)
         values = {name: getattr(row, name) for name in (*fields, "stdout_offset", "stderr_offset", "recorder_deadline")}
         own = AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)
-        saved = retry_connection_errors(
-            lambda: own.update(**values) or AgentRun.objects.filter(pk=row.pk, recorder_deadline=row.recorder_deadline).count(),
-            "agent run not saved", clock=self._clock, run=str(row.pk),
-        )  # fmt: skip
+        written = AgentRun.objects.filter(pk=row.pk, recorder_deadline=row.recorder_deadline)
+        saved = self._retry(lambda: own.update(**values) or written.count(), "agent run not saved")
         if not saved:
             raise RecorderReplaced
 

@@ -1,7 +1,8 @@
 """Connections of this process to PostgreSQL: bounded, and lent only while a thread uses one.
 
 A thread returns its connection at the end of a request or task. The next thread takes the one returned last, with its prepared
-statements. A connection without use for some seconds is closed."""
+statements. A connection without use for some seconds is closed; after a burst most of them earlier, because the processes of a
+host would fill a small server with idle connections, and no other client could connect."""
 
 import os
 import select
@@ -16,13 +17,14 @@ from psycopg.pq import TransactionStatus
 
 from sandboxes.db.connection_errors import NoFreeConnection
 
+KEPT_CONNECTIONS, SURPLUS_SECONDS = 2, 1.5  # number kept for the whole `idle_seconds`, and time after which others are closed
 RETRY_SECONDS = 0.1  # between two tries while the server has no free connection
 # libpq states no SQLSTATE of a refused connection: texts of 53300, https://www.postgresql.org/docs/current/errcodes-appendix.html
 FULL_SERVER_TEXTS = ("too many clients", "too many connections", "connection slots are reserved")
 
 
 class ConnectionPool:
-    """At most `max_connections` (0: any number), each closed after `idle_seconds` without use. Thread-safe.
+    """At most `max_connections` (0: any number), each closed after `idle_seconds` without use, or earlier. Thread-safe.
 
     `take` waits up to `wait_seconds` for a connection."""
 
@@ -96,12 +98,15 @@ class ConnectionPool:
             connection.close()
 
     def close_unused(self) -> float | None:
-        """Close the connections that are due, and return the seconds until the next one is; None if none is left."""
+        """Close the connections that are due, and return the seconds until the next look; None if none is left."""
         with self._changed:
-            now = self._clock()
-            due = [connection for since, connection in self._idle if since + self.idle_seconds <= now]
-            self._idle = [entry for entry in self._idle if entry[0] + self.idle_seconds > now]
-            pause = self._idle[0][0] + self.idle_seconds - now if self._idle else None
+            now, surplus_seconds = self._clock(), min(SURPLUS_SECONDS, self.idle_seconds)
+            surplus, kept = self._idle[:-KEPT_CONNECTIONS], self._idle[-KEPT_CONNECTIONS:]
+            ends = [since + surplus_seconds for since, _ in surplus] + [since + self.idle_seconds for since, _ in kept]
+            due = [connection for end, (_, connection) in zip(ends, self._idle, strict=True) if end <= now]
+            self._idle = [entry for end, entry in zip(ends, self._idle, strict=True) if end > now]
+            # Connections that are returned meanwhile make others surplus.
+            pause = min(surplus_seconds, *(end - now for end in ends if end > now)) if self._idle else None
             self._has_thread = pause is not None
         for connection in due:
             connection.close()

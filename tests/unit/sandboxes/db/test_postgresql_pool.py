@@ -18,7 +18,7 @@ from controlplane import checks
 from controlplane.errors import build_error_response
 from sandboxes.db.connection_errors import NoFreeConnection
 from sandboxes.db.postgresql import base
-from sandboxes.db.postgresql.pool import ConnectionPool
+from sandboxes.db.postgresql.pool import KEPT_CONNECTIONS, SURPLUS_SECONDS, ConnectionPool
 from tests.support.servers.services import require_environment
 
 pytestmark = pytest.mark.postgres("connections of the driver")
@@ -71,9 +71,32 @@ def test_a_connection_is_closed_after_the_idle_time(clock: Clock, connect: Any) 
     clock.seconds = 4.0
     pool.put(connections[1], is_reusable=True)
     clock.seconds = 10.0
-    assert (pool.close_unused(), [each.closed for each in connections]) == (4.0, [True, False])
+    assert (pool.close_unused(), [each.closed for each in connections]) == (SURPLUS_SECONDS, [True, False])
+    clock.seconds = 13.5
+    assert (pool.close_unused(), connections[1].closed) == (0.5, False)
     clock.seconds = 14.0
     assert (pool.close_unused(), connections[1].closed) == (None, True)
+
+
+def test_most_connections_of_a_burst_are_closed_before_the_idle_time(clock: Clock, connect: Any) -> None:
+    pool = make_pool(clock)
+    connections = [pool.take(connect) for _ in range(6)]
+    for connection in connections:
+        pool.put(connection, is_reusable=True)
+    clock.seconds = SURPLUS_SECONDS
+    assert pool.close_unused() == SURPLUS_SECONDS
+    assert [each.closed for each in connections] == [True] * (6 - KEPT_CONNECTIONS) + [False] * KEPT_CONNECTIONS
+
+
+def test_connections_in_use_at_short_intervals_are_kept(clock: Clock, connect: Any) -> None:
+    pool = make_pool(clock)
+    connections = [pool.take(connect) for _ in range(4)]
+    for _ in range(4):
+        for connection in connections:
+            pool.put(connection, is_reusable=True)
+        clock.seconds += SURPLUS_SECONDS / 2
+        pool.close_unused()
+        assert {id(pool.take(connect)) for _ in connections} == {*map(id, connections)}
 
 
 @pytest.mark.parametrize("damage", ["ended by the server", "in a transaction", "error"])

@@ -7,7 +7,7 @@ from sandboxes.db.concurrent_indexes import AddIndexConcurrently
 
 class Migration(migrations.Migration):
     atomic = False
-    dependencies = [("billing", "0014_console_lists")]
+    dependencies = [("billing", "0014_statementline_defaults")]
 
     operations = [
         AddIndexConcurrently(

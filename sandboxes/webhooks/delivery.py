@@ -112,7 +112,7 @@ RUNNING_PASS = RunningPass()
 class DeliveryPass:
     """One look at all due deliveries. This thread reads and writes the rows; threads without a database connection send.
 
-    A webhook has one attempt at a time. Webhooks that work come first, the longest not attempted before the others. Those whose
+    A webhook has one attempt at a time, of all processes together. Webhooks that work come first, the longest not attempted before the others. Those whose
     last attempt failed have at most MAX_PROBES attempts in progress: silent receivers never occupy all threads."""
 
     def __init__(self, clock: Clock, *, until: datetime, result: SweepResult) -> None:
@@ -171,8 +171,14 @@ class DeliveryPass:
 def find_due_webhooks(*, now: datetime) -> QuerySet[Webhook]:
     """Return the enabled webhooks with a due delivery that may be attempted now, the longest not attempted first."""
     due = Exists(find_due_deliveries(now=now).filter(webhook=OuterRef("pk")))
+    return find_free_webhooks(now=now).filter(ENABLED, due).order_by(F("last_at").asc(nulls_first=True), "created_at", "pk")
+
+
+def find_free_webhooks(*, now: datetime) -> QuerySet[Webhook]:
+    """Return the webhooks that do not wait after a failure, and to which no process sends at this moment."""
     is_ready = Q(retry_at__isnull=True) | Q(retry_at__lte=now)
-    return Webhook.objects.filter(ENABLED, is_ready, due).order_by(F("last_at").asc(nulls_first=True), "created_at", "pk")
+    in_progress = Delivery.objects.filter(webhook=OuterRef("pk"), claim__isnull=False, due_at__gt=now)
+    return Webhook.objects.filter(is_ready, ~Exists(in_progress))
 
 
 def find_due_deliveries(*, now: datetime) -> QuerySet[Delivery]:
@@ -190,8 +196,14 @@ def find_deliverable(*, now: datetime) -> QuerySet[Delivery]:
 
 
 def claim_delivery(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
-    """Claim the oldest due delivery for CLAIM_TIMEOUT. Return None if another worker was first."""
+    """Claim the oldest due delivery for CLAIM_TIMEOUT. Return None if another worker was first.
+
+    The row of the webhook is locked: workers of all hosts together make one attempt at a time for each webhook."""
     with transaction.atomic(durable=True):
+        if not Webhook.objects.select_for_update(skip_locked=True).filter(pk=webhook).exists():
+            return None
+        if not find_free_webhooks(now=now).filter(pk=webhook).exists():
+            return None
         due = find_deliverable(now=now).filter(webhook=webhook).select_for_update(skip_locked=True, of=("self",))
         pk = due.values_list("pk", flat=True).first()
         token = uuid.uuid4()

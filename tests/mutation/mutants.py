@@ -51,6 +51,7 @@ TEST_OUTSIDE_STOPS = "tests/unit/sandboxes/test_stops.py"
 TEST_LEASING, TEST_TURNS = "tests/unit/leases/test_leasing.py", "tests/unit/leases/test_turns.py"
 TEST_STATE_LOSS, TEST_EXECUTION = "tests/races/test_state_loss.py", "tests/unit/leases/test_execution.py"
 TEST_CRASHES, TEST_RACES = "tests/races/test_crashes.py", "tests/races/test_races.py"
+TEST_WEBHOOKS = "tests/unit/sandboxes/webhooks/test_webhook_delivery.py"
 TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/billing/test_use.py"
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
@@ -1018,6 +1019,13 @@ MUTANTS = (
         before='allowed["store"] = False',
         after='allowed["store"] = True',
         tests=[f"{TEST_EGRESS}::test_response_is_not_stored_upstream"],
+    ),
+    Mutant(
+        name="webhooks-two-senders-to-one-receiver",
+        path="sandboxes/webhooks/delivery.py",
+        before="return Webhook.objects.filter(is_ready, ~Exists(in_progress))",
+        after="return Webhook.objects.filter(is_ready)",
+        tests=[f"{TEST_WEBHOOKS}::test_a_receiver_gets_one_attempt_at_a_time_from_all_workers"],
     ),
     *ABSENCE_MUTANTS,
 )

@@ -434,6 +434,14 @@ def test_a_concurrent_worker_skips_a_claimed_delivery(receiver: WebhookReceiver,
     assert rival == [{}] and len(receiver.received) == 1
 
 
+def test_a_receiver_gets_one_attempt_at_a_time_from_all_workers(receiver: WebhookReceiver, webhook, at_checkpoint) -> None:
+    happen(1), happen(2)
+    rival: list[dict[str, int]] = []
+    at_checkpoint("delivery claimed", lambda: rival.append(sweep_elsewhere()))
+    assert sweep() == {"delivered": 2}
+    assert rival == [{}] and len(receiver.received) == 2
+
+
 def test_a_worker_past_its_deadline_records_nothing(receiver: WebhookReceiver, webhook, at_checkpoint) -> None:
     happen()
     receiver.status = 500
@@ -561,6 +569,15 @@ def test_neither_secret_nor_signature_is_in_the_database_or_the_log(receiver: We
 @pytest.mark.django_db(transaction=True)
 def test_parallel_workers_send_each_event_once(receiver: WebhookReceiver, webhook) -> None:
     events = {str(happen(number).pk) for number in range(20)}
+    claimed: list[int] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        claimed.append(Delivery.objects.filter(claim__isnull=False).count())
+        connection.close()
+        handler.send_response(204)
+        handler.end_headers()
+
+    receiver.answer = answer
 
     def send(index: int) -> int:
         delivered = 0
@@ -573,6 +590,7 @@ def test_parallel_workers_send_each_event_once(receiver: WebhookReceiver, webhoo
     ids = [one.headers["webhook-id"] for one in receiver.received]
     assert len(ids) == 20 and set(ids) == events
     assert set(Delivery.objects.values_list("tries", flat=True)) == {1}
+    assert claimed == [1] * 20, "a receiver gets one attempt at a time"
 
 
 @pytest.mark.django_db(transaction=True)

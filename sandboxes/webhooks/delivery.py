@@ -112,8 +112,9 @@ RUNNING_PASS = RunningPass()
 class DeliveryPass:
     """One look at all due deliveries. This thread reads and writes the rows; threads without a database connection send.
 
-    A webhook has one attempt at a time, of all processes together. Webhooks that work come first, the longest not attempted before the others. Those whose
-    last attempt failed have at most MAX_PROBES attempts in progress: silent receivers never occupy all threads."""
+    A webhook has one attempt at a time, of all processes together. Webhooks that work come first, the longest not attempted
+    before the others. Those whose last attempt failed have at most MAX_PROBES attempts in progress: silent receivers never
+    occupy all threads."""
 
     def __init__(self, clock: Clock, *, until: datetime, result: SweepResult) -> None:
         self._clock, self._until, self._result = clock, until, result

@@ -7,7 +7,7 @@ from sandboxes.models.gateway import AgentRoute, GatewayToken
 from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
-from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate
+from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate, TokenKind
 from sandboxes.models.outputs import OutputObject, StoredOutput
 from sandboxes.models.packs import PackAssignment, PackOrigin, PackVersion
 from sandboxes.models.placement import SkipReason
@@ -84,6 +84,7 @@ __all__ = [
     "Sweep",
     "TemplateFailure",
     "TemplateState",
+    "TokenKind",
     "Transition",
     "TransitionReason",
     "Webhook",

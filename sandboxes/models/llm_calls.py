@@ -6,6 +6,22 @@ from django.db import models
 from django.db.models import Q
 
 
+class TokenKind(models.TextChoices):
+    """Kinds of quantities that vendors price separately. The kinds of one call are disjoint: each token has one kind."""
+
+    INPUT = "input", "input"  # text, neither read from nor written to a cache
+    CACHE_READ = "cache_read", "cached input"
+    CACHE_WRITE_5M = "cache_write_5m", "cache write, 5 minutes"
+    CACHE_WRITE_1H = "cache_write_1h", "cache write, 1 hour"
+    AUDIO_INPUT = "audio_input", "audio input"
+    IMAGE_INPUT = "image_input", "image input"
+    OUTPUT = "output", "output"  # text, without reasoning
+    REASONING = "reasoning", "reasoning"
+    AUDIO_OUTPUT = "audio_output", "audio output"
+    IMAGE_OUTPUT = "image_output", "image output"
+    WEB_SEARCH = "web_search", "web search"  # requests, not tokens
+
+
 class LlmCall(models.Model):
     """One call of a sandbox to a model or relay.
 
@@ -25,6 +41,8 @@ class LlmCall(models.Model):
         UPSTREAM = "upstream", "by the upstream"  # header of the response
         RECORD = "record", "by the upstream's records"  # the upstream's accounting, joined by call id
         RATE = "rate", "by rate"
+        FREE = "free", "free of charge"  # the upstream charges nothing: refused requests, errors, token counts
+        ESTIMATE = "estimate", "estimated"  # usage is unknown, and the price is calculated from an estimate
 
     class Kind(models.TextChoices):
         LLM = "llm", "model"
@@ -39,7 +57,11 @@ class LlmCall(models.Model):
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.LLM)
     path = models.CharField(max_length=200, blank=True)
     model = models.CharField(max_length=200, blank=True, help_text="Name in the upstream's response, otherwise in the request.")
+    requested_model = models.CharField(max_length=200, blank=True, default="", db_default="", help_text="Name in the request.")
     streamed = models.BooleanField(default=False)
+    server = models.CharField(
+        max_length=100, blank=True, default="", db_default="", help_text="Egress server process that forwards the call."
+    )
     started_at = models.DateTimeField()
     deadline_at = models.DateTimeField()
     first_byte_at = models.DateTimeField(null=True, blank=True, help_text="Start of the upstream's response.")
@@ -56,6 +78,13 @@ class LlmCall(models.Model):
     input_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     cached_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     output_tokens = models.PositiveBigIntegerField(null=True, blank=True)
+    usage = models.JSONField(null=True, blank=True, help_text="Usage as the upstream reported it.")
+    token_counts = models.JSONField(null=True, blank=True, help_text="Tokens by kind, derived from the reported usage.")
+    service_tier = models.CharField(max_length=32, blank=True, default="", db_default="", help_text="Tier of the upstream.")
+    reserved = models.DecimalField(
+        max_digits=18, decimal_places=9, null=True, blank=True,
+        help_text="Estimated USD of the call, reserved until the call is settled. Empty for models without a rate.",
+    )  # fmt: skip
     cost = models.DecimalField(max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD.")
     counted = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
     priced = models.CharField(max_length=8, choices=Priced.choices, default=Priced.NO, blank=True)

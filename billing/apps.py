@@ -1,7 +1,7 @@
 from django.apps import AppConfig
 
 from billing import membership
-from sandboxes.egress import billing_accounts
+from sandboxes.egress import billing_accounts, spending
 
 
 class BillingConfig(AppConfig):
@@ -10,4 +10,7 @@ class BillingConfig(AppConfig):
     name = "billing"
 
     def ready(self) -> None:
+        from billing import budgets  # models are loaded by now
+
         billing_accounts.register_query(membership.CALLER_ACCOUNT_SQL)
+        spending.register(budgets.check_call, budgets.sum_lease_calls)

@@ -4,13 +4,13 @@ An hour counts sandbox time, CPU, memory, disk, GPUs and model calls at their fu
 Storage, requests and plans, which have no hour, are not part of an hour."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from fractions import Fraction
 from uuid import UUID
 
 from django.db.models import DateField, DurationField, ExpressionWrapper, F, Q, Sum, Value
-from django.db.models.functions import Greatest, Least
+from django.db.models.functions import Coalesce, Greatest, Least
 
 from billing import pricing
 from billing.costs import iter_sandbox_usage, split_by_rate
@@ -24,8 +24,17 @@ from sandboxes.models import LlmCall
 Holder = UUID | None  # lease id, None for sandboxes without a lease
 
 
-def sum_hourly_usd(began: datetime, ends: datetime, parts: Iterable[Q]) -> dict[Holder, Fraction]:
+def sum_hourly_usd(began: datetime, ends: datetime, parts: Collection[Q]) -> dict[Holder, Fraction]:
     """Sum the USD of each lease from `began` to `ends`, which are in one UTC day. `parts` are disjoint filters of usage."""
+    sums: dict[Holder, Fraction] = defaultdict(Fraction)
+    for each in (sum_hourly_sandbox_usd(began, ends, parts), sum_hourly_call_usd(began, ends, parts)):
+        for holder, usd in each.items():
+            sums[holder] += usd
+    return dict(sums)
+
+
+def sum_hourly_sandbox_usd(began: datetime, ends: datetime, parts: Collection[Q]) -> dict[Holder, Fraction]:
+    """Like sum_hourly_usd, without model calls."""
     day, rates = to_utc_date(began), [*Rate.objects.all()]
     rates_by_id = {rate.pk: rate for rate in rates}
     sums: dict[Holder, Fraction] = defaultdict(Fraction)
@@ -34,10 +43,19 @@ def sum_hourly_usd(began: datetime, ends: datetime, parts: Iterable[Q]) -> dict[
             for (_, _, holder, _), quantities in iter_sandbox_usage(day, begin, end, rates, part):
                 for (item, rate), base_units in quantities:
                     sums[holder] += pricing.compute_cost(item, base_units, rates_by_id[rate].usd)
-        calls = LlmCall.objects.annotate(day=Value(day, output_field=DateField())).filter(
-            part, kind=LlmCall.Kind.LLM, started_at__gte=began, started_at__lt=ends, cost__lt=MAX_USD
+    return dict(sums)
+
+
+def sum_hourly_call_usd(began: datetime, ends: datetime, parts: Collection[Q]) -> dict[Holder, Fraction]:
+    """Like sum_hourly_usd, of model calls alone. Open calls count with their reservation."""
+    sums: dict[Holder, Fraction] = defaultdict(Fraction)
+    for part in parts:
+        day = Value(to_utc_date(began), output_field=DateField())
+        calls = LlmCall.objects.annotate(day=day, owed=Coalesce("cost", "reserved")).filter(
+            part, kind=LlmCall.Kind.LLM, started_at__gte=began, started_at__lt=ends, owed__lt=MAX_USD
         )
-        for holder, nano in calls.order_by().values_list("holder").annotate(nano=sum_exact("cost")):
+        calls = calls.exclude(outcome=LlmCall.Outcome.REFUSED).order_by()
+        for holder, nano in calls.values_list("holder").annotate(nano=sum_exact("owed")):
             sums[holder] += Fraction(nano, 10**9)
     return dict(sums)
 

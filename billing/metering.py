@@ -75,7 +75,7 @@ def reset_usage() -> None:
         metered = Q(metered=True) | Q(metered_until__isnull=False)
         Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
         DataSize.objects.filter(metered).update(metered=False, metered_until=None)
-        LlmCall.objects.filter(counted=True, started_at__gte=since).update(counted=False)
+        LlmCall.objects.filter(counted=True, started_at__gte=since).update(counted=False, metered_cost=None)
 
 
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
@@ -356,7 +356,7 @@ def _meter_llm_calls(after: int | None, until: datetime) -> tuple[int | None, in
             previous.delete()
             records.append(record)
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
-    LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True)
+    LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True, metered_cost=F("cost"))
     return calls[-1].pk, len(records)
 
 

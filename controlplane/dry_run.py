@@ -16,7 +16,7 @@ from leases.coding import pull_requests, tasks
 from leases.models import Lease
 from leases.retention import kinds as retention
 from sandboxes import process_restarts, suspension
-from sandboxes.egress import authorization, model_pricing
+from sandboxes.egress import model_pricing, settlement
 from sandboxes.egress.allow_list import connections
 from sandboxes.egress.logs import access_log
 from sandboxes.models import ModelRate, Pool, Sandbox
@@ -62,7 +62,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
         "finish suspension of sandbox": lambda now: passes.find_overdue_suspensions(now=now)[:MAX_LISTED],
         "restart process": lambda now: process_restarts.find_due(now=now)[:MAX_LISTED],
         "skip turn": lambda now: turns.find_overdue_turns(now=now)[:MAX_LISTED],
-        "close model call": lambda now: authorization.find_overdue(now=now)[:MAX_LISTED],
+        "close model call": lambda now: settlement.find_overdue(now=now)[:MAX_LISTED],
         "build template": lambda now: builds.find_due(now=now)[:MAX_LISTED],
         "close connection": lambda now: connections.find_overdue(now=now)[:MAX_LISTED],
     },

@@ -19,7 +19,6 @@ from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN, Lease
 from leases.patterns import require_match
 from leases.tasks import begin_reclaim
 from sandboxes.db.clock import clock_from, format_timestamp
-from sandboxes.egress.authorization import sum_spend
 from sandboxes.identity.signing import DEFAULT_TOKEN_LIFETIME, MAX_TOKEN_LIFETIME
 from sandboxes.mcp.content import ENCODINGS, decode_content, encode_content
 from sandboxes.mcp.tools import Schema, Tool
@@ -134,7 +133,7 @@ def _get_budgets(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> d
     found = Budget.objects.filter(applies, active=True).order_by("pk")
     return {
         "model_calls": {
-            "spent_usd": format_decimal(sum_spend(lease.pk)),
+            "spent_usd": format_decimal(budgets.sum_lease_calls(lease.pk)),
             "limit_usd": format_decimal(lease.llm_limit) if lease.llm_limit is not None else None,
         },
         "budgets": [_serialize_budget(budget, lease.agent_did, basis, now) for budget in found],

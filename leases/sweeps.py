@@ -16,7 +16,7 @@ from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from leases.queue.models import QueuedRun, QueuedRunState
 from sandboxes import process_ends, process_restarts
 from sandboxes.claims import note_progress
-from sandboxes.egress import authorization
+from sandboxes.egress import settlement
 from sandboxes.egress.allow_list import connections
 from sandboxes.hosts import queues, registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Process, Sandbox, SandboxState, Snapshot
@@ -168,7 +168,7 @@ def recover_stalled(*, now: datetime, limit: int = 200) -> SweepResult:
         "sandboxes of lost hosts released": lambda: release_lost_hosts(now=now),
         "turns": lambda: turns.settle_overdue_turns(now=now, limit=limit),
         "agent runs": lambda: lifecycle.record_abandoned(now=now, limit=limit),
-        "model calls closed": lambda: authorization.close_abandoned(now=now, limit=limit),
+        "model calls closed": lambda: settlement.close_abandoned(now=now, limit=limit),
         "connections closed": lambda: connections.close_abandoned(now=now, limit=limit),
         "template builds": lambda: requeue_template_builds(now=now),
     }

@@ -44,6 +44,7 @@ from billing.budgets.admission import (
     require_budget,
     require_room,
 )
+from billing.budgets.call_admission import check_call, sum_lease_calls
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent
@@ -63,7 +64,7 @@ from billing.budgets.scopes import (
     find_visible_budgets,
 )
 from billing.budgets.spending import find_top_spenders, sum_spending_by_day
-from billing.budgets.updates import save_budget, set_active, update_spending
+from billing.budgets.updates import remove_budget, save_budget, set_active, update_spending
 
 __all__ = [
     "ANY_EXHAUSTED_SQL",
@@ -75,6 +76,7 @@ __all__ = [
     "build_marked_filter",
     "build_tab_filter",
     "build_tabs_filter",
+    "check_call",
     "close_tab",
     "compute_reservation",
     "find_exhausted",
@@ -91,11 +93,13 @@ __all__ = [
     "is_exhausted",
     "is_over",
     "lock_for_grant",
+    "remove_budget",
     "require_budget",
     "require_room",
     "restrict_refusal",
     "save_budget",
     "set_active",
+    "sum_lease_calls",
     "sum_spending_by_day",
     "update_call_blocks",
     "update_spending",

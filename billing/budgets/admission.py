@@ -7,11 +7,11 @@ from uuid import UUID
 from django.conf import settings
 from django.db.models import Q
 
-from billing.budgets.periods import get_grace_deadline, get_period_bounds, get_spent
+from billing.budgets.periods import get_grace_deadline, get_spent
+from billing.budgets.refusal import Shortage, build_refusal
 from billing.budgets.reservation import Applicant, compute_reservation, get_stop_delay, is_exhausted, is_over
 from billing.budgets.scopes import build_tab_filter, find_open_tabs
 from billing.budgets.spending import to_hours
-from billing.dates import EPOCH
 from billing.errors import BudgetExhausted
 from billing.instance_types import SandboxSize
 from billing.models import Budget, Tab
@@ -37,12 +37,12 @@ def lock_for_grant(tab: Tab, *, now: datetime) -> None:
     )
     active_leases = {budget: find_open_tabs(budget, now=now).count() for budget in hard}
     full_budgets = {
-        budget: number * get_minimum_reservation(budget.unit)
+        budget: Shortage(get_spent(budget, now), _explain_reservation(number * get_minimum_reservation(budget.unit)))
         for budget, number in active_leases.items()
         if not _has_room(budget, number, now=now)
     }
     if full_budgets:
-        raise _build_refusal(full_budgets, now=now)
+        raise build_refusal(full_budgets, now=now)
 
 
 def _has_room(budget: Budget, active_leases: int, *, now: datetime) -> bool:
@@ -71,8 +71,8 @@ def require_budget(holder: UUID, *, now: datetime, after_grace: bool = False) ->
         exhausted = [budget for budget in exhausted if now >= get_grace_deadline(budget)]
     if exhausted:
         applicant = Applicant(holder)
-        reserved = {budget: compute_reservation(budget, now=now, applicant=applicant) for budget in exhausted}
-        raise _build_refusal(reserved, now=now, starts=True)
+        amounts = {budget: compute_reservation(budget, now=now, applicant=applicant) for budget in exhausted}
+        raise _build_start_refusal(amounts, now=now)
 
 
 def require_room(holder: UUID, *, size: SandboxSize | None = None, now: datetime) -> None:
@@ -90,7 +90,7 @@ def require_room(holder: UUID, *, size: SandboxSize | None = None, now: datetime
         if is_over(budget, get_spent(budget, now), amount):
             reserved[budget] = amount
     if reserved:
-        raise _build_refusal(reserved, now=now, starts=True)
+        raise _build_start_refusal(reserved, now=now)
 
 
 def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
@@ -115,36 +115,18 @@ def find_exhausted(*, now: datetime, condition: Q | None = None, applicant: Appl
     return [budget for budget in marked if is_exhausted(budget, now, applicant)]
 
 
-def _build_refusal(full_budgets: dict[Budget, Decimal], *, now: datetime, starts: bool = False) -> BudgetExhausted:
-    """Build the error for budgets without room, each with the amount reserved. `starts`: for a start, with its sandbox.
+def _explain_reservation(reserved: Decimal) -> str:
+    return f"{format_decimal(round(reserved, 6))} reserved by active leases" if reserved else ""
 
-    The error names the strictest budget: the one that resets last; among those, the one with the largest fraction spent."""
 
-    def strictness(budget: Budget) -> tuple[bool, datetime, Decimal]:
-        ends = get_period_bounds(budget.period, now)[1]
-        return ends is None, ends or EPOCH, get_spent(budget, now) / budget.amount
-
-    budget = max(full_budgets, key=strictness)
-    spent, ends = get_spent(budget, now), get_period_bounds(budget.period, now)[1]
-    reserved = full_budgets[budget]
-    amounts = f"{format_decimal(spent)} spent"
-    if spent < budget.amount and starts:
+def _build_start_refusal(reserved: dict[Budget, Decimal], *, now: datetime) -> BudgetExhausted:
+    """Build the error for a start of a sandbox, from the amount that each budget would have to reserve."""
+    shortages = {}
+    for budget, amount in reserved.items():
         minutes = get_stop_delay(budget).total_seconds() / 60
-        amounts += (
-            f", and {format_decimal(round(reserved, 6))} needed until this and other running sandboxes can be stopped "
+        explanation = (
+            f"and {format_decimal(round(amount, 6))} needed until this and other running sandboxes can be stopped "
             f"({minutes:g} minutes with the grace period)"
         )
-    elif spent < budget.amount and reserved:
-        amounts += f", {format_decimal(round(reserved, 6))} reserved by active leases"
-    reset = f"Resets at {ends:%Y-%m-%d %H:%M} UTC." if ends else "It is a lifetime budget (no reset)."
-    return BudgetExhausted(
-        f"No room in the budget of {budget}: {amounts}. {reset}",
-        scope=budget.scope,
-        subject=budget.subject,
-        detail_with_amount=f"No room in the budget of {budget}. {reset}",
-        detail_without_figures=f"No room in a budget for {budget.subject_label}. {reset}",
-        spent=format_decimal(spent),
-        limit=format_decimal(budget.amount),
-        unit=budget.unit,
-        resets_at=ends,
-    )
+        shortages[budget] = Shortage(get_spent(budget, now), explanation)
+    return build_refusal(shortages, now=now)

@@ -11,7 +11,7 @@ from django.db.models import Q, QuerySet
 
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.scopes import build_cost_filter, build_usage_filters, find_open_tabs
-from billing.hourly import sum_hourly_time, sum_hourly_usd
+from billing.hourly import sum_hourly_call_usd, sum_hourly_sandbox_usd, sum_hourly_time, sum_hourly_usd
 from billing.intervals import MICROSECOND
 from billing.models import BillableItem, Budget, CostRecord, Tab, UsageKind, UsageRecord
 from billing.models.budgets import Period, Unit
@@ -30,15 +30,28 @@ class DailySpending(NamedTuple):
     without_plans: Fraction
 
 
-def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Decimal:
-    """Sum the spending in a budget's scope between two bounds of a period, in the budget's unit."""
+class Spending(NamedTuple):
+    """Spending of a period in the budget's unit, and the part of it that is model calls."""
+
+    total: Decimal
+    calls: Decimal
+
+
+def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Spending:
+    """Sum the spending in a budget's scope between two bounds of a period."""
     if budget.period == Period.HOUR and ends:
-        total = sum(_sum_hour(budget, began, ends).values(), Fraction(0))
-        return round_half_up(total)
+        if budget.unit == Unit.HOURS:
+            return Spending(round_half_up(sum(_sum_hour(budget, began, ends).values(), Fraction(0))), Decimal(0))
+        parts = build_usage_filters(budget, began)
+        calls = sum(sum_hourly_call_usd(began, ends, parts).values(), Fraction(0))
+        sandboxes = sum(sum_hourly_sandbox_usd(began, ends, parts).values(), Fraction(0))
+        return Spending(round_half_up(calls + sandboxes), round_half_up(calls))
     if budget.unit == Unit.USD:
-        return nanos_to_decimal(_find_cost_records(budget, began, ends).aggregate(nano=sum_exact("usd"))["nano"])
+        by_item = {"total": sum_exact("usd"), "calls": sum_exact("usd", Q(item=BillableItem.LLM))}
+        sums = _find_cost_records(budget, began, ends).aggregate(**by_item)
+        return Spending(nanos_to_decimal(sums["total"]), nanos_to_decimal(sums["calls"]))
     durations = [part.aggregate(sum=TOTAL_DURATION)["sum"] for part in _find_time_records(budget, began, ends)]
-    return to_hours(sum(filter(None, durations), timedelta(0))).quantize(NINE_PLACES)
+    return Spending(to_hours(sum(filter(None, durations), timedelta(0))).quantize(NINE_PLACES), Decimal(0))
 
 
 def _sum_hour(budget: Budget, began: datetime, ends: datetime) -> dict[UUID | None, Fraction]:

@@ -1,16 +1,17 @@
 """Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
 from datetime import datetime
-from decimal import Decimal
 
 import structlog
 from django.db import transaction
 
 from billing import horizon
+from billing.budgets.call_admission import sum_calls_before
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.reservation import compute_reservation, is_over
 from billing.budgets.spending import sum_spending
+from billing.dates import to_utc_date
 from billing.models import Budget
 from billing.models.budgets import Period
 from billing.pricing import format_decimal
@@ -21,6 +22,10 @@ from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 OPERATOR_FIELDS = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]
+UPDATED_FIELDS = [
+    "spent", "calls_spent", "calls_before", "calls_day", "reserved", "spent_at", "period_began", "warned_for", "exhausted_for",
+    "exhausted_at",
+]  # fmt: skip
 GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  # a change of one restarts the grace period
 
 
@@ -34,6 +39,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         return []
     began, ends = get_period_bounds(budget.period, now)
     spent = sum_spending(budget, began, ends)  # before the lock, because a grant would wait for the sum
+    calls_before = sum_calls_before(budget, began, to_utc_date(now))
     checkpoint("budget summed", budget)
     unchanged = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
     with transaction.atomic():
@@ -42,14 +48,16 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         locked = Budget.objects.select_for_update(no_key=True).filter(pk=pk, active=True, **unchanged).first()
         changes = []
         if locked and not horizon.is_rebuilding():
-            locked.spent, locked.spent_at, locked.period_began = spent, now, began
-            changes = _apply_thresholds(locked, compute_reservation(locked, now=now), now=now)
+            locked.spent, locked.calls_spent, locked.spent_at, locked.period_began = spent.total, spent.calls, now, began
+            locked.calls_before, locked.calls_day = calls_before, to_utc_date(now)
+            locked.reserved = compute_reservation(locked, now=now)
+            changes = _apply_thresholds(locked, now=now)
         checkpoint("budget marked", budget)
     checkpoint("budget settled", budget)
     return changes
 
 
-def _apply_thresholds(budget: Budget, reserved: Decimal, *, now: datetime) -> list[str]:
+def _apply_thresholds(budget: Budget, *, now: datetime) -> list[str]:
     """Write the spending and the marks of a locked budget. Enqueue an event for each newly reached threshold.
 
     The warning compares the spending alone; the exhaustion includes the reservation."""
@@ -61,7 +69,7 @@ def _apply_thresholds(budget: Budget, reserved: Decimal, *, now: datetime) -> li
         budget.warned_for = began
         _emit_event(budget, EventType.BUDGET_WARNING, now=now)
         changes.append("warned")
-    if not is_over(budget, spent, reserved):
+    if not is_over(budget, spent, budget.reserved):
         if budget.exhausted_at is not None:
             changes.append("reopened")
         budget.exhausted_for = budget.exhausted_at = None
@@ -69,7 +77,7 @@ def _apply_thresholds(budget: Budget, reserved: Decimal, *, now: datetime) -> li
         budget.exhausted_for, budget.exhausted_at = began, now
         _emit_event(budget, EventType.BUDGET_EXHAUSTED, now=now)
         changes.append("exhausted")
-    budget.save(update_fields=["spent", "spent_at", "period_began", "warned_for", "exhausted_for", "exhausted_at"])
+    budget.save(update_fields=UPDATED_FIELDS)
     return changes
 
 
@@ -103,6 +111,14 @@ def save_budget(budget: Budget, *, now: datetime) -> None:
     update_spending(budget.pk, now=now)
     update_call_blocks(now=now)
     budget.refresh_from_db()
+
+
+def remove_budget(pk: int, *, now: datetime) -> bool:
+    """Delete a budget, and admit the model calls that only this budget refused. Return whether this call deleted it."""
+    if not Budget.objects.filter(pk=pk).delete()[0]:
+        return False
+    update_call_blocks(now=now)
+    return True
 
 
 def set_active(pk: int, *, active: bool, now: datetime) -> bool:

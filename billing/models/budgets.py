@@ -65,6 +65,19 @@ class Budget(models.Model):
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     active = models.BooleanField(default=True)
     spent = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), editable=False)
+    calls_spent = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        help_text="Part of the amount spent that is model calls.",
+    )  # fmt: skip
+    calls_before = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        help_text="Cost of the model calls of the period before the day `calls_day`.",
+    )  # fmt: skip
+    calls_day = models.DateField(null=True, blank=True, editable=False)
+    reserved = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        help_text="Reservation of the running sandboxes at the last update.",
+    )  # fmt: skip
     spent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Last update of the amount spent.")
     period_began = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start of the period of the amount spent."

@@ -11,6 +11,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from unfold.widgets import UnfoldAdminTextInputWidget
 
+from billing import budgets
 from leases import spend_limits
 from leases.models import Lease, LeaseStatus
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
@@ -19,7 +20,6 @@ from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import SummaryField, format_usd, render_meter
 from sandboxes.admin.egress_connections import build_connections_url
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
-from sandboxes.egress.authorization import sum_spend
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.formatting import format_bytes
 from sandboxes.models import EgressConnection, LlmCall
@@ -55,7 +55,7 @@ class SpendLimitForm(ReasonForm):
         return {
             "lease": self.lease,
             "limit": format_spend_limit(self.lease.llm_limit),
-            "spent": format_usd(sum_spend(self.lease.pk)),
+            "spent": format_usd(budgets.sum_lease_calls(self.lease.pk)),
         }
 
 

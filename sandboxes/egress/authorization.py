@@ -5,29 +5,27 @@ changes therefore need no notification, and a pre-warmed sandbox acquires an ide
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
-import structlog
 from django.conf import settings
 from django.db import transaction
-from django.db.models import QuerySet, Sum
 
-from sandboxes.db import sql, tracing
-from sandboxes.egress import billing_accounts
-from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
+from sandboxes.db import sql
+from sandboxes.egress import billing_accounts, model_pricing, spending
+from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.request_filter import is_allowed
-from sandboxes.egress.token_usage import TokenUsage
+from sandboxes.egress.settlement import RELAY_HEARTBEAT_TIMEOUT, describe_server
+from sandboxes.egress.spending import CallReservation
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, LlmCall, Policy, Sandbox
 
-log = structlog.get_logger(__name__)
 SETTLE_GRACE_PERIOD = timedelta(seconds=30)  # after a call's timeout, to record its result
 MINUTE = timedelta(minutes=1)
 MAX_LOGGED_REFUSALS_PER_MINUTE = 30  # per lease; further refusals are not stored
-RELAY_HEARTBEAT_TIMEOUT = timedelta(minutes=3)  # a relay connection not seen for this long is treated as closed
 # Subqueries of the query for a sandbox: its open run if exactly one is open, and the recent and the open calls of its lease.
 # Open calls are selected by `ended_at IS NULL`, which has an index, unlike the outcome: a lease may have made thousands of
 # calls.
@@ -38,14 +36,6 @@ CALLS_LAST_MINUTE_SQL = """SELECT count(*) FROM sandboxes_llmcall
 CALLS_IN_FLIGHT_SQL = """SELECT count(*) FROM sandboxes_llmcall
     WHERE holder = sandboxes_sandbox.holder AND ended_at IS NULL AND deadline_at > %s"""
 SLOT_CONDITION_SQL = "slot = %s AND state <> 'destroyed'"  # as in the partial unique index, which the planner then uses
-
-
-class CallRefused(Exception):
-    """The proxy rejects the call with `status` and `code`."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        self.status, self.code, self.message = status, code, message
-        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -59,6 +49,7 @@ class CallerIdentity:
     billing_account: str  # that the agent belongs to at the time of the call
     calls_last_minute: int
     calls_in_flight: int
+    has_usd_limit: bool = False  # a spend limit or a hard budget in USD applies to the call
 
     def metadata(self, call_id: str) -> str:
         """Return the identity of a call as JSON, for the upstream's log. `attempt` is the retry number of the run."""
@@ -111,27 +102,41 @@ def _build_no_lease_refusal() -> CallRefused:
 
 
 def open_model_call(
-    slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, now: datetime
+    slot: int, call_id: str, path: str, model: str, *, streamed: bool, size: int, estimate: TokenEstimate, now: datetime
 ) -> tuple[LlmCall, CallerIdentity]:
     """Authorize a model call and write its row before anything is sent upstream. `size` is the request body's, in bytes.
 
-    Raise CallRefused, after recording the refusal, if policy, call rate, budget or spend limit forbid the call."""
+    The row reserves the estimated price. Raise CallRefused, after recording the refusal, if policy, call rate, budget or spend
+    limit forbid the call."""
+    reserved = _estimate_price(path, model, estimate, now=now)
 
     def build(caller: CallerIdentity) -> LlmCall:
-        row = _build_row(caller, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, streamed=streamed, sent_bytes=size)
+        row = _build_row(
+            caller, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, requested_model=model, streamed=streamed,
+            sent_bytes=size, reserved=reserved,
+        )  # fmt: skip
         row.deadline_at = now + settings.LLM_TIMEOUT + SETTLE_GRACE_PERIOD
         return row
 
-    def check(caller: CallerIdentity, policy: Policy) -> None:
+    def check(caller: CallerIdentity, policy: Policy) -> bool:
         require_enabled(caller)
         if size > policy.largest_body_kib << 10:
             raise build_too_large_refusal(policy.largest_body_kib)
         _check_model(model, policy)
         _check_call_rate(caller, policy)
         _check_budget(caller, now)
-        _check_spend_limit(caller)
+        call = CallReservation(caller.holder, caller.sandbox.agent_did, model, reserved)
+        return spending.require_funds(call, caller.sandbox.llm_limit, now=now)
 
     return _admit_call(slot, build, check, now=now)
+
+
+def _estimate_price(path: str, model: str, estimate: TokenEstimate, *, now: datetime) -> Decimal | None:
+    """Return the estimated price of a call in USD, 0 for a call that is free, and None for a model without a rate."""
+    if not settings.LLM_URL or path in FREE_PATHS:
+        return Decimal(0)
+    rates = model_pricing.load_rates(model_pricing.find_candidate_names(model), at=now)
+    return rates.estimate(estimate.input_tokens, estimate.output_tokens)
 
 
 def require_enabled(caller: CallerIdentity) -> None:
@@ -157,20 +162,22 @@ def open_relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tup
         row.deadline_at = now + RELAY_HEARTBEAT_TIMEOUT
         return row
 
-    def check(caller: CallerIdentity, policy: Policy) -> None:
+    def check(caller: CallerIdentity, policy: Policy) -> bool:
         if not settings.RELAY_URL:
             raise CallRefused(404, "no_relay", "No relay is configured.")
         if not policy.relay:
             raise CallRefused(403, "relay_not_allowed", "The policy of this sandbox does not allow the relay.")
         _check_call_rate(caller, policy)
+        return False
 
     return _admit_call(slot, build, check, now=now)
 
 
 def _admit_call(
-    slot: int, build: Callable[[CallerIdentity], LlmCall], check: Callable[[CallerIdentity, Policy], None], *, now: datetime
+    slot: int, build: Callable[[CallerIdentity], LlmCall], check: Callable[[CallerIdentity, Policy], bool], *, now: datetime
 ) -> tuple[LlmCall, CallerIdentity]:
-    """Write the row of an admitted or refused call. `build` makes the row, and `check` raises CallRefused.
+    """Write the row of an admitted or refused call. `build` makes the row. `check` raises CallRefused, and returns whether a
+    limit in USD applies.
 
     The lock on the sandbox's row serializes the calls of the sandbox, so that concurrent requests cannot exceed the limit on
     calls in flight."""
@@ -179,13 +186,13 @@ def _admit_call(
         caller = identify_caller(slot, now=now)
         row = build(caller)
         try:
-            check(caller, caller.sandbox.rules)
+            has_usd_limit = check(caller, caller.sandbox.rules)
         except CallRefused as error:
             _record_refusal(row, error)
             refusal = error
         else:
             sql.insert(row)
-            return row, caller
+            return row, replace(caller, has_usd_limit=has_usd_limit)
     raise refusal  # after the commit, because an exception inside would roll the refusal's row back
 
 
@@ -193,7 +200,8 @@ def _build_row(caller: CallerIdentity, call_id: str, path: str, *, now: datetime
     sandbox = caller.sandbox
     return LlmCall(
         call_id=call_id, sandbox=sandbox, holder=caller.holder, agent_did=sandbox.agent_did,
-        environment_id=sandbox.environment_id, run_id=caller.run, path=path[:200], started_at=now, deadline_at=now, **fields,
+        environment_id=sandbox.environment_id, run_id=caller.run, path=path[:200], server=describe_server(),
+        started_at=now, deadline_at=now, **fields,
     )  # fmt: skip
 
 
@@ -243,78 +251,6 @@ def set_call_blocks(blocked_at: Mapping[UUID, datetime]) -> int:
     return changed
 
 
-def _check_spend_limit(caller: CallerIdentity) -> None:
-    """Check the lease's spend limit. The cost of the calls in flight, whose number is limited, can exceed the limit."""
-    limit = caller.sandbox.llm_limit
-    if limit is not None and sum_spend(caller.holder) >= limit:
-        message = f"This lease has reached its limit of {limit.normalize():f} USD for model calls."
-        raise CallRefused(402, "spend_limit_reached", message)
-
-
-def sum_spend(holder: UUID) -> Decimal:
-    """Return the total cost of a lease's model calls so far, in USD. Unpriced calls count as zero."""
-    total = LlmCall.objects.filter(holder=holder, cost__isnull=False).aggregate(total=Sum("cost"))["total"]
-    return Decimal(total or 0)
-
-
-@dataclass
-class CallResult:
-    """Outcome, usage and cost of a finished call. None means unknown."""
-
-    outcome: LlmCall.Outcome
-    status: int | None = None
-    code: str = ""
-    usage: TokenUsage | None = None
-    cost: Decimal | None = None
-    has_refused_cost: bool = False  # the upstream stated a cost that is out of range, which is ignored
-    first_byte_at: datetime | None = None
-    received_bytes: int = 0
-    sent_bytes: int | None = None
-
-
-def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
-    """Close an open call. Return whether this call closed it.
-
-    Usage and cost already taken from the upstream's record are not overwritten. An answered call whose stated amounts are out
-    of range has the code `amount_refused`."""
-    code = result.code
-    if result.has_refused_cost or (result.usage and result.usage.has_refused_counts):
-        code = code or REFUSED_AMOUNT_CODE
-        log.error("cost or tokens stated by the upstream are out of range", call=row.call_id)
-    changes: dict[str, object] = {
-        "ended_at": now, "outcome": str(result.outcome), "status": result.status, "code": code[:64],
-        "first_byte_at": result.first_byte_at, "received_bytes": result.received_bytes,
-    }  # fmt: skip
-    if result.sent_bytes is not None:
-        changes["sent_bytes"] = result.sent_bytes
-    metered: dict[str, object] = {}
-    if result.usage:
-        metered = {name: getattr(result.usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
-        metered |= {"model": result.usage.model} if result.usage.model else {}
-    if result.cost is not None:
-        metered |= {"cost": result.cost, "priced": str(LlmCall.Priced.UPSTREAM)}
-    _trace(row, result, now=now)
-    assignments = [f"{name} = %s" for name in changes]
-    assignments += [f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END" for name in metered]
-    change = f"{', '.join(assignments)} WHERE id = %s AND ended_at IS NULL"
-    return bool(sql.update(LlmCall, change, *changes.values(), *metered.values(), row.pk))
-
-
-def _trace(row: LlmCall, result: CallResult, *, now: datetime) -> None:
-    """Record the span of a call in the trace of its run, if the call belongs to exactly one."""
-    if row.run_id is None:
-        return
-    error = "" if result.outcome == LlmCall.Outcome.OK else result.code or str(result.outcome)
-    attributes: dict[str, object] = {
-        "gen_ai.operation.name": row.kind, "gen_ai.request.model": row.model, "http.response.status_code": result.status,
-        "leasehold.call_id": row.call_id, "leasehold.lease_id": str(row.holder),
-    }  # fmt: skip
-    if result.usage:  # names of the semantic conventions of OpenTelemetry for generative AI
-        attributes["gen_ai.usage.input_tokens"] = result.usage.input_tokens
-        attributes["gen_ai.usage.output_tokens"] = result.usage.output_tokens
-    tracing.record_child_span(f"call {row.kind}", row.run_id, row.started_at, now, attributes, error=error)
-
-
 def filter_held(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:
     """Return the (sandbox, holder) pairs whose sandbox is alive and still held by the holder."""
     requested = {*pairs}
@@ -325,18 +261,3 @@ def filter_held(pairs: Iterable[tuple[UUID, UUID]]) -> set[tuple[UUID, UUID]]:
 def extend_relay_deadlines(pks: Iterable[int], *, now: datetime) -> int:
     """Extend the deadlines of open relay connections to RELAY_HEARTBEAT_TIMEOUT from now. Return the number extended."""
     return LlmCall.objects.filter(pk__in=[*pks], ended_at__isnull=True).update(deadline_at=now + RELAY_HEARTBEAT_TIMEOUT)
-
-
-def find_overdue(*, now: datetime) -> QuerySet[LlmCall]:
-    """Return open calls past their deadline: the server process that forwarded them has died."""
-    return LlmCall.objects.filter(ended_at__isnull=True, deadline_at__lt=now).order_by("deadline_at")
-
-
-def close_abandoned(*, now: datetime, limit: int = 200) -> int:
-    """Close up to `limit` calls past their deadline as lost. Return the number closed.
-
-    A closed call stays unpriced until an upstream record supplies its cost."""
-    overdue = find_overdue(now=now).values_list("pk", flat=True)[:limit]
-    return LlmCall.objects.filter(pk__in=list(overdue), ended_at__isnull=True).update(
-        ended_at=now, outcome=LlmCall.Outcome.LOST
-    )

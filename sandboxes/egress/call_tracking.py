@@ -15,9 +15,11 @@ from django.db import Error as DatabaseError
 from django.db import close_old_connections, connection
 
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
-from sandboxes.egress import authorization
-from sandboxes.egress.authorization import CallerIdentity, CallResult
+from sandboxes.egress import authorization, settlement
+from sandboxes.egress.authorization import CallerIdentity
 from sandboxes.egress.responses import ClientDisconnected
+from sandboxes.egress.settlement import CallResult
+from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
@@ -103,9 +105,17 @@ class CallTracker:
         finally:
             del self.active[row.pk]
             try:
-                await self.database.run(authorization.settle_call, row, result, now=self.now())
+                if not result.is_settled:
+                    await self.database.run(settlement.settle_call, row, result, now=self.now())
             except DatabaseError as error:  # the row stays open until a sweep closes it after its deadline or from the logs
                 log.error("end of a call not recorded", call=row.call_id, error=str(error))
+
+    async def note_usage(self, row: LlmCall, usage: TokenUsage) -> None:
+        """Write the usage of an open call that is known so far. An error changes only the estimate of a lost call."""
+        try:
+            await self.database.run(settlement.note_usage, row, usage)
+        except DatabaseError as error:
+            log.warning("usage of an open call not recorded", call=row.call_id, error=str(error))
 
     def cancel_all(self) -> None:
         for call in [*self.active.values()]:
@@ -124,7 +134,7 @@ class CallTracker:
                 if time.monotonic() - extended_at > RELAY_HEARTBEAT_INTERVAL_SECONDS:
                     extended_at = time.monotonic()
                     relays = [pk for pk, call in self.active.items() if call.row.kind == LlmCall.Kind.RELAY]
-                    await self.database.run(authorization.extend_relay_deadlines, relays, now=self.now())
+                    await self.database.run(settlement.extend_relay_deadlines, relays, now=self.now())
 
     async def _cancel_unheld(self) -> None:
         calls = [*self.active.values()]

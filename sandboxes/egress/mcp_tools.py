@@ -17,8 +17,8 @@ from aiohttp import web
 from django.conf import settings
 
 from sandboxes.egress import authorization
-from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.mcp.tools import SandboxTools, Tool, ToolResult
 from sandboxes.models.policies import MAX_BODY_KIB
 

@@ -11,12 +11,15 @@ import structlog
 from aiohttp import web
 from django.conf import settings
 
-from sandboxes.egress import authorization, offline_model
+from sandboxes.egress import authorization, offline_model, settlement
 from sandboxes.egress.amounts import parse_usd
-from sandboxes.egress.authorization import CallerIdentity, CallRefused, CallResult
+from sandboxes.egress.authorization import CallerIdentity
 from sandboxes.egress.call_tracking import CallTracker
+from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate, estimate_request
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.request_filter import DroppedFields, InvalidRequest, SanitizedRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
+from sandboxes.egress.settlement import CallResult
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.models import LlmCall
 from sandboxes.redaction.streams import SecretRedactor
@@ -48,9 +51,9 @@ class ModelCallProxy:
         path = request.path
         content = await self._read_body(request, slot)
         if len(content) > LARGE_BODY_BYTES:
-            sanitized = await asyncio.to_thread(_parse_body, path, content)
+            sanitized, estimate = await asyncio.to_thread(_parse_body, path, content)
         else:
-            sanitized = _parse_body(path, content)
+            sanitized, estimate = _parse_body(path, content)
         self.dropped.add(path, sanitized)
         body = sanitized.body
         streamed = body.get("stream") is True
@@ -66,15 +69,18 @@ class ModelCallProxy:
                 body["model"],
                 streamed=streamed,
                 size=len(content),
+                estimate=estimate,
                 now=self.calls.now(),
             )
         )
         try:
             row, caller = await asyncio.shield(opening)
         except asyncio.CancelledError:  # the client disconnected while the row was being written: settle the row
-            async with self.calls.track(*await opening):
+            async with self.calls.track(*await opening) as result:
+                result.estimate, result.is_free = estimate, True  # nothing was sent
                 raise
         async with self.calls.track(row, caller) as result:
+            result.estimate, result.is_free = estimate, path in FREE_PATHS
             if not settings.LLM_URL:
                 return await self._answer_offline(request, body, result)
             return await self._forward(request, body, row, caller, result, hide_usage=hide_usage)
@@ -130,6 +136,7 @@ class ModelCallProxy:
                 result.cost = parse_usd(stated)
                 result.has_refused_cost = stated is not None and result.cost is None
                 if response.status >= 300:
+                    result.is_free = True
                     return await _translate_error(response, result)
                 reader = UsageReader(response.content_type, hide_usage=hide_usage)
                 return await self._stream_response(request, response, row, caller, result, reader)
@@ -138,6 +145,7 @@ class ModelCallProxy:
             return _report_upstream_failure(request, result, 504, "The model did not answer in time.")
         except (aiohttp.ClientError, OSError) as error:
             log.warning("upstream call failed", error=type(error).__name__, call=row.call_id)
+            result.is_free |= isinstance(error, aiohttp.ClientConnectorError)  # nothing was sent
             result.outcome, result.status, result.code = OUTCOME.FAILED, 502, "upstream_failed"
             message = "The model is unreachable, or the connection broke."
             return _report_upstream_failure(request, result, 502, message)
@@ -153,9 +161,9 @@ class ModelCallProxy:
     ) -> web.StreamResponse:
         """Pass a response on as it arrives, redacted and metered.
 
-        If the lease has a spend limit, the end of the response is written after the row is settled, so that the sandbox's next
-        call is checked against the new total. A response that is not a stream is passed on one chunk late for this reason: its
-        last chunk completes it for the sandbox."""
+        If a limit in USD applies, the end of the response is written after the row is settled, so that the sandbox's next call
+        is checked against the new total. A response that is not a stream is passed on one chunk late for this reason: its last
+        chunk completes it for the sandbox. The usage at the begin of a stream is written to the row when it arrives."""
         redactor = SecretRedactor(settings.LLM_API_KEY)
         content_type = upstream.headers.get("Content-Type", "application/json")
         if _has_secret(content_type.encode()):
@@ -165,12 +173,15 @@ class ModelCallProxy:
             response.content_length = upstream.content_length
         result.usage = reader.usage
         await await_write(response.prepare(request))
-        withheld = b""
+        withheld, is_usage_noted = b"", False
         async for chunk in upstream.content.iter_any():
             passed = reader.feed(redactor.feed(chunk))
             result.received_bytes += len(passed)
             if reader.complete:
                 result.outcome = OUTCOME.OK
+            if reader.streamed and not is_usage_noted and reader.usage.input_tokens is not None and not reader.complete:
+                is_usage_noted = True
+                await self.calls.note_usage(row, reader.usage)
             if not reader.streamed:
                 withheld, passed = passed, withheld
             if passed:
@@ -178,16 +189,17 @@ class ModelCallProxy:
         rest = reader.feed(redactor.end()) + reader.end()
         result.received_bytes += len(rest)
         result.outcome = OUTCOME.OK  # received completely: a later disconnect of the sandbox does not change the outcome
-        if caller.sandbox.llm_limit is not None:
-            await self.calls.database.run(authorization.settle_call, row, result, now=self.calls.now())
+        if caller.has_usd_limit:
+            await self.calls.database.run(settlement.settle_call, row, result, now=self.calls.now())
         await await_write(response.write(withheld + rest))
         await await_write(response.write_eof())
         return response
 
 
-def _parse_body(path: str, content: bytes) -> SanitizedRequest:
+def _parse_body(path: str, content: bytes) -> tuple[SanitizedRequest, TokenEstimate]:
     try:
-        return sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
+        sanitized = sanitize_request(path, json.loads(content), default_model=settings.LLM_MODEL)
+        return sanitized, estimate_request(path, sanitized.body, len(content))
     except InvalidRequest as error:
         raise CallRefused(400, error.code, error.message) from None
     except (ValueError, RecursionError):

@@ -1,6 +1,7 @@
 """Pricing of model calls by token rates, for calls whose upstream reports no cost."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -57,6 +58,46 @@ def find_rate(rates: Iterable[Rate], model: str, at: datetime) -> Rate | None:
 
 def is_rate_for_model(rate: Rate, model: str) -> bool:
     return rate.pattern == model or fnmatchcase(model, rate.pattern)
+
+
+@dataclass(frozen=True)
+class Price:
+    usd: Decimal
+    rates: tuple[int, ...]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class RateBook:
+    names: list[str]
+    rates: list[ModelRate]
+    at: datetime
+
+    def _find(self) -> ModelRate | None:
+        for name in self.names:
+            if rate := find_rate(self.rates, name, self.at):
+                return rate  # type: ignore[return-value]
+        return None
+
+    def price(self, counts: Mapping[str, int], tier: str = "") -> Price | None:
+        rate = self._find()
+        if rate is None:
+            return None
+        cached = counts.get("cache_read", 0)
+        usd = calculate_price([rate], rate.pattern, counts.get("input", 0) + cached, cached, counts.get("output", 0), self.at)
+        return None if usd is None else Price(usd, (rate.pk,), True)
+
+    def estimate(self, input_tokens: int, output_tokens: int, tier: str = "") -> Decimal | None:
+        rate = self._find()
+        return calculate_price([rate], rate.pattern, input_tokens, 0, output_tokens, self.at) if rate else None
+
+
+def find_candidate_names(*models: str) -> list[str]:
+    return [name for name in dict.fromkeys(models) if name]
+
+
+def load_rates(names: Iterable[str], *, at: datetime) -> RateBook:
+    return RateBook([*names], [*ModelRate.objects.filter(valid_from__lte=at)], at)
 
 
 def price_calls(now: datetime, limit: int = 1000) -> int:

@@ -15,8 +15,9 @@ from aiohttp import WSMsgType, web
 from django.conf import settings
 
 from sandboxes.egress import authorization
-from sandboxes.egress.authorization import CallerIdentity, CallRefused
+from sandboxes.egress.authorization import CallerIdentity
 from sandboxes.egress.call_tracking import CallTracker
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.responses import await_write, build_error_response
 from sandboxes.errors import SigningKeyNotFound
 from sandboxes.identity import signing

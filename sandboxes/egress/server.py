@@ -26,11 +26,11 @@ from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time
 from sandboxes.egress import authorization, gateway_tokens
 from sandboxes.egress.agent_sessions.server import AgentSessionServer
-from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import CallTracker, DatabaseThreads
 from sandboxes.egress.mcp_tools import McpToolServer
 from sandboxes.egress.model_calls import ModelCallProxy
 from sandboxes.egress.public_listener import PublicListener
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.relay import RelayProxy
 from sandboxes.egress.request_filter import FIELDS_BY_PATH, MCP_PATH, MODELS_PATH, DroppedFields
 from sandboxes.egress.responses import CALL_ID_HEADER, SLOT_HEADER, ClientDisconnected, build_error_response, read_bearer

@@ -5,6 +5,7 @@ No content is stored beyond the current event or document."""
 import json
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from sandboxes.egress.amounts import parse_tokens
@@ -29,6 +30,21 @@ class TokenUsage:
     output_tokens: int | None = None
     cached_tokens: int | None = None  # part of the input, read from the provider's cache
     has_refused_counts: bool = False
+    document: dict[str, Any] | None = None
+    tier: str = ""
+    cost: Decimal | None = None
+    content_events: int = 0
+    content_bytes: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        cached = min(self.cached_tokens or 0, self.input_tokens or 0)
+        counts = {"input": (self.input_tokens or 0) - cached, "cache_read": cached, "output": self.output_tokens or 0}
+        return {kind: count for kind, count in counts.items() if count}
+
+    @property
+    def is_complete(self) -> bool:
+        return self.input_tokens is not None and self.output_tokens is not None
 
     def add(self, document: Any) -> None:
         """Merge the usage of one JSON document of the response. Later values replace earlier ones."""

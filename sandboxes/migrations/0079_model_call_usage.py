@@ -12,6 +12,11 @@ class Migration(migrations.Migration):
     operations = [
         migrations.AddField(
             model_name='llmcall',
+            name='metered_cost',
+            field=models.DecimalField(blank=True, decimal_places=9, editable=False, help_text='Part of the cost that is included in a usage record.', max_digits=18, null=True),
+        ),
+        migrations.AddField(
+            model_name='llmcall',
             name='requested_model',
             field=models.CharField(blank=True, db_default='', default='', help_text='Name in the request.', max_length=200),
         ),

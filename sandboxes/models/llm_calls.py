@@ -86,6 +86,10 @@ class LlmCall(models.Model):
         help_text="Estimated USD of the call, reserved until the call is settled. Empty for models without a rate.",
     )  # fmt: skip
     cost = models.DecimalField(max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD.")
+    metered_cost = models.DecimalField(
+        max_digits=18, decimal_places=9, null=True, blank=True, editable=False,
+        help_text="Part of the cost that is included in a usage record.",
+    )  # fmt: skip
     counted = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
     priced = models.CharField(max_length=8, choices=Priced.choices, default=Priced.NO, blank=True)
 
@@ -119,6 +123,8 @@ class LlmCall(models.Model):
             models.Index(fields=["model"], condition=Q(cost__isnull=True, ended_at__isnull=False), name="llmcall_unpriced"),
             models.Index(fields=["ended_at"], condition=Q(recorded_at__isnull=True, outcome="ok"), name="llmcall_unrecorded"),
             models.Index(fields=["id"], condition=Q(counted=False), name="llmcall_uncounted"),
+            models.Index(fields=["holder"], condition=Q(counted=False), name="llmcall_holder_uncounted"),
+            models.Index(fields=["server"], condition=Q(ended_at__isnull=True), name="llmcall_server_open"),
         ]
 
     def __str__(self) -> str:

@@ -24,8 +24,8 @@ from leases.models import EnvironmentType
 from sandboxes.egress import slots
 from sandboxes.egress.allow_list import connections, credentials, destinations
 from sandboxes.egress.allow_list.proxy import AllowListProxy
-from sandboxes.egress.authorization import CallRefused
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.models import EgressConnection, Policy
 from tests.conftest import NOW
 from tests.egress.stack import EgressStack, LeasedSandbox, run_egress_command, run_in_thread

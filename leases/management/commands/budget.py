@@ -65,7 +65,7 @@ class Command(BaseCommand):
             if action == "remove":
                 budget = _find_budget(options["id"])
                 line = _format_budget(budget)
-                budget.delete()
+                budgets.remove_budget(budget.pk, now=timezone.now())
                 self.stdout.write(f"removed: {line}")
                 return
             budget = _find_budget(options["id"]) if action == "set" else _build_budget(**options)

@@ -13,7 +13,8 @@ from django.db.models import F, QuerySet, Sum
 from sandboxes.db import sql
 from sandboxes.egress.allow_list import credentials
 from sandboxes.egress.allow_list.domains import is_allowed
-from sandboxes.egress.authorization import SLOT_CONDITION_SQL, CallerIdentity, CallRefused, identify_caller
+from sandboxes.egress.authorization import SLOT_CONDITION_SQL, CallerIdentity, identify_caller
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.models import EgressConnection, Policy, Sandbox
 
 HEARTBEAT_TIMEOUT = timedelta(minutes=3)  # a connection not seen for this long is treated as closed

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 
 from django.conf import settings
 
-from sandboxes.egress.authorization import CallRefused
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.webhooks.addresses import Address, get_refusal_reason
 
 RESOLUTION_TIMEOUT_SECONDS = 10.0

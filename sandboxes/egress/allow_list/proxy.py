@@ -28,8 +28,9 @@ from sandboxes.egress.allow_list.client_hello import InvalidHello, parse_client_
 from sandboxes.egress.allow_list.credentials import HTTP_PORT, HTTPS_PORT, Credential
 from sandboxes.egress.allow_list.request_head import MAX_HEAD_BYTES, InvalidRequest, RequestHead, parse_request_head
 from sandboxes.egress.allow_list.tunnel import ConnectionCut, TlsServer, Traffic, Tunnel, flush
-from sandboxes.egress.authorization import CallRefused, filter_held
+from sandboxes.egress.authorization import filter_held
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.redaction.streams import SecretRedactor, list_secrets
 
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandboxes.egress.allow_list.connections import ConnectionResult
-from sandboxes.egress.authorization import CallRefused
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.redaction.streams import SecretRedactor
 
 CHUNK_BYTES = 64 << 10

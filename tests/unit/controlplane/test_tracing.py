@@ -15,8 +15,8 @@ from leases.models import Lease
 from leases.queue import attempts, queue
 from leases.queue.queue import QueueOptions
 from sandboxes.db import tracing
-from sandboxes.egress import authorization
-from sandboxes.egress.authorization import CallResult
+from sandboxes.egress import authorization, settlement
+from sandboxes.egress.settlement import CallResult
 from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall, Run, Sandbox
 from sandboxes.providers.memory import MemoryProvider, ProgramResult
@@ -118,7 +118,7 @@ def test_model_call_is_part_of_the_trace_of_its_run(collector: WebhookReceiver, 
             )  # fmt: skip
             usage = TokenUsage(input_tokens=3, output_tokens=5)
             result = CallResult(LlmCall.Outcome.FAILED, status=500, code="upstream_failed", usage=usage)
-            authorization.settle_call(call, result, now=NOW + timedelta(seconds=2))
+            settlement.settle_call(call, result, now=NOW + timedelta(seconds=2))
     spans = collect(collector)
     span, root = spans["call chat"], spans["run exec"]
     assert (span.trace_id, span.parent_span_id) == (root.trace_id, root.span_id)

@@ -6,7 +6,7 @@ import pytest
 
 from leases.models import Lease
 from sandboxes.egress import authorization, slots
-from sandboxes.egress.authorization import CallRefused
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.errors import CapacityExhausted, QuotaExceeded
 from sandboxes.models import Pool, Quota, Sandbox
 from sandboxes.pool import allocation

@@ -16,13 +16,16 @@ import pytest
 from aiohttp import web
 from django.db import OperationalError, connection, transaction
 
+from billing import budgets
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
 from leases import execution, leasing, one_shot, sweeps
 from leases.models import EnvironmentType, Lease
 from leases.one_shot import OneShotRequest
 from sandboxes.db import sql as rows
-from sandboxes.egress import authorization
+from sandboxes.egress import authorization, settlement
 from sandboxes.egress.call_tracking import DatabaseThreads
+from sandboxes.egress.estimates import TokenEstimate
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.server import EgressServer
 from sandboxes.models import LlmCall, Policy, Pool, Run, Sandbox
 from sandboxes.pool import allocation
@@ -43,6 +46,7 @@ from tests.support.servers.egress import (
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
+SMALL = TokenEstimate(3, 9)
 
 
 @pytest.fixture
@@ -516,7 +520,7 @@ def test_call_above_the_spend_limit_is_refused_with_402(upstream: FakeUpstream, 
     assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
     _, reply = post(socket_path, COMPLETION_REQUEST)
     assert reply["error"]["code"] == "spend_limit_reached" and "0.00002 USD" in reply["error"]["message"]
-    assert len(upstream.requests) == 2 and authorization.sum_spend(sandbox.holder) == Decimal("0.0000246")
+    assert len(upstream.requests) == 2 and budgets.sum_lease_calls(sandbox.holder) == Decimal("0.0000246")
 
 
 def test_call_of_an_exhausted_budget_is_refused_with_402(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
@@ -564,11 +568,13 @@ def test_concurrent_requests_do_not_exceed_the_limit_on_calls_in_flight(sandbox:
 
     def call(number: int) -> Any:
         name, slot = f"call-{number}", sandbox.slot or 0
-        return authorization.open_model_call(slot, name, CHAT_PATH, "gpt-4o-mini", streamed=False, size=9, now=NOW)
+        return authorization.open_model_call(
+            slot, name, CHAT_PATH, "gpt-4o-mini", streamed=False, size=9, estimate=SMALL, now=NOW
+        )
 
     with run_in_threads(16) as run:
         answers = run(call)
-    codes = [answer.code for answer in answers if isinstance(answer, authorization.CallRefused)]
+    codes = [answer.code for answer in answers if isinstance(answer, CallRefused)]
     assert codes == ["too_many_at_once"] * 14
     assert LlmCall.objects.filter(outcome="open").count() == 2
     assert LlmCall.objects.filter(outcome="refused").count() == 14
@@ -657,10 +663,12 @@ def test_call_of_a_dead_server_is_closed_as_lost_and_unpriced(grant) -> None:
 
 
 def test_call_is_settled_once_and_an_earlier_record_keeps_its_price(sandbox: Sandbox) -> None:
-    row, _ = authorization.open_model_call(sandbox.slot, "c1", CHAT_PATH, "gpt-4o-mini", streamed=False, size=1, now=NOW)
+    row, _ = authorization.open_model_call(
+        sandbox.slot, "c1", CHAT_PATH, "gpt-4o-mini", streamed=False, size=1, estimate=SMALL, now=NOW
+    )
     LlmCall.objects.filter(pk=row.pk).update(recorded_at=NOW, cost=Decimal("0.5"), priced="record")
-    end = authorization.CallResult(LlmCall.Outcome.OK, 200, cost=Decimal("0.1"))
-    assert authorization.settle_call(row, end, now=NOW) and not authorization.settle_call(row, end, now=NOW + MINUTE)
+    end = settlement.CallResult(LlmCall.Outcome.OK, 200, cost=Decimal("0.1"))
+    assert settlement.settle_call(row, end, now=NOW) and not settlement.settle_call(row, end, now=NOW + MINUTE)
     row.refresh_from_db()
     assert (row.outcome, row.cost, row.priced, row.ended_at) == ("ok", Decimal("0.5"), "record", NOW)
 

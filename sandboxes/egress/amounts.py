@@ -23,5 +23,7 @@ def parse_usd(value: object) -> Decimal | None:
 
 
 def parse_tokens(value: object) -> int | None:
-    """Parse a token count. Return None unless it is an integer in [0, MAX_TOKENS]."""
+    """Parse a token count. Return None unless it is a whole number, also one such as 10.0, in [0, MAX_TOKENS]."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS else None

@@ -107,7 +107,8 @@ class ModelCallProxy:
             )
         completion = offline_model.complete_chat(body)
         reader = UsageReader("application/json")
-        reader.usage.add(completion)
+        reader.feed(json.dumps(completion).encode())
+        reader.end()
         result.outcome, result.status, result.usage, result.cost = OUTCOME.OK, 200, reader.usage, Decimal(0)
         result.first_byte_at = self.calls.now()
         if body.get("stream"):

@@ -1,91 +1,139 @@
-"""Token usage, read from model responses in transit. Supports streams and single documents in OpenAI's and Anthropic's formats.
+"""Token usage, read from model responses in transit: streams and single documents of the APIs in `usage_dialects`.
 
 No content is stored beyond the current event or document."""
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from sandboxes.egress.amounts import parse_tokens
+from sandboxes.egress import stream_events
+from sandboxes.egress.amounts import parse_tokens, parse_usd
+from sandboxes.egress.usage_dialects import COUNT_NAMES, derive_counts
 
 EVENT_END_PATTERN = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")  # blank line that ends a server-sent event
-FINAL_EVENT_TYPES = ("message_stop", "response.completed", "response.incomplete", "response.failed")
-TOKEN_FIELDS = (
-    "prompt_tokens", "input_tokens", "completion_tokens", "output_tokens", "cache_read_input_tokens",
-    "cache_creation_input_tokens",
-)  # fmt: skip
 MAX_PARSED_BYTES = 8 << 20  # a larger document or event passes unparsed, and its usage stays unknown
+MAX_DOCUMENT_BYTES = 16 << 10  # of a call's usage as JSON; a larger one is counted but not kept
+MAX_MERGED_FIELDS, MAX_MERGED_DEPTH = 256, 6  # per object of a usage
+STANDARD_TIERS = ("standard", "default", "auto", "on_demand")
+XAI_TICKS_PER_USD = 10**10
 
 
 @dataclass
 class TokenUsage:
     """Tokens of one call as reported by the upstream. None means not reported.
 
-    `has_refused_counts` is set if the upstream reported a count that is out of range, which is ignored."""
+    `has_refused_counts` is set if the upstream reported a count or cost that is out of range, which is ignored."""
 
     model: str = ""
     input_tokens: int | None = None  # includes cache reads and writes, also where the provider reports them separately
-    output_tokens: int | None = None
+    output_tokens: int | None = None  # includes reasoning, also where the provider reports it separately
     cached_tokens: int | None = None  # part of the input, read from the provider's cache
     has_refused_counts: bool = False
-    document: dict[str, Any] | None = None
-    tier: str = ""
-    cost: Decimal | None = None
-    content_events: int = 0
-    content_bytes: int = 0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        cached = min(self.cached_tokens or 0, self.input_tokens or 0)
-        counts = {"input": (self.input_tokens or 0) - cached, "cache_read": cached, "output": self.output_tokens or 0}
-        return {kind: count for kind, count in counts.items() if count}
+    document: dict[str, Any] | None = None  # the vendor's usage, merged by field; None also above MAX_DOCUMENT_BYTES
+    counts: dict[str, int] = field(default_factory=dict)  # by TokenKind, disjoint and positive
+    tier: str = ""  # service tier; empty: standard
+    cost: Decimal | None = None  # USD, if the usage states the cost
+    content_events: int = 0  # of a stream, those with generated text
+    content_bytes: int = 0  # of generated text, reasoning and arguments of tool calls
+    is_final: bool = False  # no further event will change the counts
+    _merged: dict[str, Any] = field(default_factory=dict, repr=False)
+    _is_embedding: bool = field(default=False, repr=False)
 
     @property
     def is_complete(self) -> bool:
-        return self.input_tokens is not None and self.output_tokens is not None
+        """Whether the counts are those of the whole call, which a price can be calculated from."""
+        return self.is_final and self.input_tokens is not None and self.output_tokens is not None
 
     def add(self, document: Any) -> None:
-        """Merge the usage of one JSON document of the response. Later values replace earlier ones."""
+        """Merge the usage of one JSON document of the response, field by field. Later values replace earlier ones.
+
+        A field that is missing later, or null, keeps its value, and a count does not fall back to 0: counts of a stream are
+        cumulative."""
         if not isinstance(document, dict):
             return
+        self._is_embedding |= document.get("object") == "list" and "data" in document
         # Anthropic's message_start nests its usage in `message`, the Responses API's events in `response`.
-        for part in (document, document.get("message"), document.get("response")):
-            if isinstance(part, dict):
-                self._add_part(part)
+        parts = [part for part in (document, document.get("message"), document.get("response")) if isinstance(part, dict)]
+        for part in parts:
+            if isinstance(model := part.get("model"), str):
+                self.model = _clean(model)[:200]
+            self._add_tier(part.get("service_tier"))
+        found = [usage for part in parts for usage in _find_usages(part)]
+        for usage in found:
+            self._add_tier(usage.get("service_tier"))
+            self._merge(self._merged, usage)
+        if found:
+            self._derive()
 
-    def _add_part(self, part: dict[str, Any]) -> None:
-        if isinstance(model := part.get("model"), str):
-            self.model = model[:200]
-        usage = part.get("usage")
-        if not isinstance(usage, dict):
+    def _add_tier(self, tier: Any) -> None:
+        if isinstance(tier, str) and tier:
+            name = _clean(tier).lower()[:32]
+            self.tier = "" if name in STANDARD_TIERS else name
+
+    def _merge(self, known: dict[str, Any], update: dict[str, Any], depth: int = MAX_MERGED_DEPTH) -> None:
+        for name, value in update.items():
+            if value is None or depth <= 0 or (name not in known and len(known) >= MAX_MERGED_FIELDS):
+                continue
+            if name in COUNT_NAMES and not isinstance(value, dict):
+                count = parse_tokens(value)
+                if count is None:
+                    self.has_refused_counts = True
+                elif count or name not in known:
+                    known[name] = count
+            elif isinstance(value, dict):
+                nested = known.get(name)
+                if not isinstance(nested, dict):
+                    nested = known[name] = {}
+                self._merge(nested, value, depth - 1)
+            else:
+                known[name] = value
+
+    def _derive(self) -> None:
+        """Derive the counts and the cost from the merged document."""
+        result = derive_counts(self._merged, is_embedding=self._is_embedding)
+        self.input_tokens, self.output_tokens = result.input_tokens, result.output_tokens
+        self.cached_tokens, self.counts = result.cached_tokens, result.counts
+        self.has_refused_counts |= result.has_refused_sum
+        if self._merged.get("speed") == "fast":  # Anthropic's faster and dearer inference, beside its tiers
+            self.tier = self.tier or "fast"
+        self._read_cost()
+        self.document = self._merged if _is_storable(self._merged) else None
+
+    def _read_cost(self) -> None:
+        """Read the cost that LiteLLM, OpenRouter or xAI state in the usage."""
+        cost, ticks = self._merged.get("cost"), self._merged.get("cost_in_usd_ticks")
+        if self._merged.get("is_byok") is True:  # OpenRouter: the cost is its fee, without the price of the vendor
             return
-        cached = usage.get("cache_read_input_tokens")
-        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-        if cached is None and isinstance(details, dict):
-            cached = details.get("cached_tokens")
-        counts = (*(usage.get(name) for name in TOKEN_FIELDS), cached)
-        self.has_refused_counts |= any(count is not None and parse_tokens(count) is None for count in counts)
-        self.input_tokens = _sum_input_tokens(usage, known=self.input_tokens)
-        self.output_tokens = _first_count(usage, "completion_tokens", "output_tokens", known=self.output_tokens)
-        self.cached_tokens = _parse_count(cached, self.cached_tokens)
+        if cost is None and isinstance(ticks, int) and not isinstance(ticks, bool):
+            cost = Decimal(ticks) / XAI_TICKS_PER_USD
+        if cost is not None and not isinstance(cost, dict | list):
+            self.cost = parse_usd(cost)
+            self.has_refused_counts |= self.cost is None
 
 
 class UsageReader:
     """Streaming parser of a response. `feed` returns the bytes to pass on.
 
-    `usage` is the usage read so far. `complete` is set by a stream's final event, after which SDKs stop reading. With
-    `hide_usage` the event that carries only usage is dropped from a stream, because a client that did not request such an event
-    may fail on it."""
+    `usage` is the usage read so far. `complete` is set by a stream's final event, after which SDKs stop reading, and
+    `has_failed` by an error in place of an answer. With `hide_usage` the event that carries only usage is dropped from a
+    stream, because a client that did not request such an event may fail on it."""
 
     def __init__(self, content_type: str, *, hide_usage: bool = False) -> None:
         self.usage = TokenUsage()
         self.streamed = content_type.partition(";")[0].strip().lower() == "text/event-stream"
         self.complete = False
+        self.has_failed = False
         self._hide_usage = hide_usage
         self._pending = bytearray()  # of a stream the incomplete last event, otherwise the document so far
         self._has_overflowed = False
+        self._has_stopped = False
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the stream has neither a final event nor a reason to stop so far."""
+        return self.streamed and not (self.complete or self._has_stopped or self._has_overflowed)
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes that can be passed on after this chunk."""
@@ -111,7 +159,11 @@ class UsageReader:
         """Return the remaining bytes at the end of the response."""
         if not self.streamed:
             if not self._has_overflowed:
-                self.usage.add(_parse_json(bytes(self._pending)))
+                document = _parse_json(bytes(self._pending))
+                self.usage.add(document)
+                self.usage.content_bytes = stream_events.measure_document(document)
+                self.usage.is_final = self.usage.output_tokens is not None
+                self.has_failed = stream_events.is_error_document(document)
             return b""
         return bytes(self._pending) if self._pending and self._read_event(bytes(self._pending)) else b""
 
@@ -119,11 +171,43 @@ class UsageReader:
         """Add an event's usage. Return whether to pass the event on."""
         lines = event.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         data = b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
+        name = next((line[6:].strip().decode("latin-1") for line in lines if line.startswith(b"event:")), "")
         document = _parse_json(data)
-        self.complete |= data == b"[DONE]" or (isinstance(document, dict) and document.get("type") in FINAL_EVENT_TYPES)
+        self.complete |= stream_events.is_final(data, document)
+        self.has_failed |= not self.complete and stream_events.is_error(name, document)
+        self._has_stopped |= stream_events.states_end(document)
+        if size := stream_events.measure_event(document):
+            self.usage.content_events += 1
+            self.usage.content_bytes += size
         self.usage.add(document)
+        self.usage.is_final = (self.complete or self._has_stopped) and self.usage.output_tokens is not None
         is_usage_only = isinstance(document, dict) and document.get("choices") == [] and bool(document.get("usage"))
         return not (self._hide_usage and is_usage_only)
+
+
+def _find_usages(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the usage objects of a document: of its first choice (Moonshot's streams), of Groq's extension, and its own."""
+    choices = part.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    return [
+        usage
+        for holder in (choice, part.get("x_groq"), part)
+        if isinstance(holder, dict) and isinstance(usage := holder.get("usage"), dict)
+    ]
+
+
+def _clean(text: str) -> str:
+    """Remove characters that the database does not store, such as NUL."""
+    return "".join(character for character in text[:1000] if character.isprintable())
+
+
+def _is_storable(usage: dict[str, Any]) -> bool:
+    """Return whether a usage is small enough to keep, and valid JSON for the database: without NaN, NUL and lone surrogates."""
+    try:
+        text = json.dumps(usage, ensure_ascii=False, allow_nan=False)
+        return len(text.encode()) <= MAX_DOCUMENT_BYTES and "\\u0000" not in text
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_json(text: str | bytes) -> Any:
@@ -131,22 +215,3 @@ def _parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _sum_input_tokens(usage: dict[str, Any], *, known: int | None) -> int | None:
-    """Sum the input tokens. Anthropic's `input_tokens` excludes tokens read from and written to its cache."""
-    counted = _first_count(usage, "prompt_tokens", "input_tokens", known=None)
-    if counted is None or "prompt_tokens" in usage:
-        return known if counted is None else counted
-    cache_tokens = (_parse_count(usage.get(f"cache_{kind}_input_tokens"), 0) or 0 for kind in ("read", "creation"))
-    return _parse_count(counted + sum(cache_tokens), known)
-
-
-def _first_count(usage: dict[str, Any], *names: str, known: int | None) -> int | None:
-    return next((number for name in names if (number := _parse_count(usage.get(name), None)) is not None), known)
-
-
-def _parse_count(value: Any, known: int | None) -> int | None:
-    """Return `value` if it is a count in range, else `known`."""
-    count = parse_tokens(value)
-    return known if count is None else count

@@ -50,8 +50,8 @@ def check_call(call: CallReservation, now: datetime) -> bool:
     """Check a model call against the hard USD budgets of its lease. Return whether there is one. Raise CallRefused.
 
     The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation. Without a hard
-    USD budget the check is one lookup. A call that is free of charge passes."""
-    if call.usd == 0 or sql.find_first(Budget, ANY_HARD_USD_SQL) is None:
+    USD budget the check is one lookup."""
+    if sql.find_first(Budget, ANY_HARD_USD_SQL) is None:
         return False
     tab = sql.find_first(Tab, "holder = %s", call.holder)
     if tab is None:

@@ -50,6 +50,8 @@ def require_funds(call: CallReservation, limit: Decimal | None, *, now: datetime
     """Check a call against the lease's spend limit and all budgets. Return whether any limit in USD applies.
 
     Raise CallRefused. Call it in the transaction that writes the call's row, with the sandbox's row locked."""
+    if call.usd == 0:
+        return False  # free of charge
     if limit is not None:
         _check_spend_limit(call, limit)
     return _check_budgets(call, now) or limit is not None
@@ -59,7 +61,7 @@ def _check_spend_limit(call: CallReservation, limit: Decimal) -> None:
     if call.usd is None:
         raise build_not_priced_refusal(call.model)
     spent = _sum_lease(call.holder)
-    if (call.usd and spent + call.usd > limit) or spent >= limit:
+    if spent >= limit or spent + call.usd > limit:
         raise CallRefused(402, "spend_limit_reached", _describe_spend_limit(call.usd, spent, limit))
 
 

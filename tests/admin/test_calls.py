@@ -18,6 +18,8 @@ from leases import execution, leasing
 from leases.models import Agent, Lease
 from sandboxes.admin.base.formatting import SummaryField
 from sandboxes.egress import authorization
+from sandboxes.egress.estimates import TokenEstimate
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.models import LlmCall, ModelRate, Sandbox
 from sandboxes.pool import allocation
 from tests.admin.conftest import NOW, ensure_sandbox
@@ -221,10 +223,12 @@ def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lea
     Sandbox.objects.filter(pk=ensure_sandbox(metered_lease).pk).update(slot=7)
 
     def ask(number: int) -> None:
-        authorization.open_model_call(7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, now=timezone.now())
+        authorization.open_model_call(
+            7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, estimate=TokenEstimate(1, 1), now=timezone.now()
+        )
 
     set_limit(operator, metered_lease, "1.75")
-    with pytest.raises(authorization.CallRefused) as refused:
+    with pytest.raises(CallRefused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
     set_limit(operator, metered_lease, "1.76")

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
-from django.conf import settings
 
 from billing import budgets, metering
 from billing.models import Budget
@@ -18,12 +16,13 @@ from leases.errors import LeaseEnded
 from leases.models import Lease
 from sandboxes import eviction
 from sandboxes.db import clock as work_clock
-from sandboxes.egress import authorization
+from sandboxes.egress.refusals import CallRefused
 from sandboxes.models import LlmCall, Run, Sandbox, Snapshot
 from sandboxes.providers.errors import Unavailable
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
+from tests.support import model_calls
 from tests.support.billing import (
     ADA,
     BOB,
@@ -121,13 +120,9 @@ def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
 
 def open_call(lease: Lease, now: datetime) -> str:
     """Open a model call of a lease's sandbox. Return the code of its refusal, or ""."""
-    slot = Sandbox.objects.values_list("slot", flat=True).get(holder=lease.pk)
-    assert slot is not None
     try:
-        authorization.open_model_call(
-            slot, uuid4().hex, "/v1/chat/completions", settings.LLM_MODEL, streamed=False, size=1, now=now
-        )
-    except authorization.CallRefused as refused:
+        model_calls.open_call(lease, now=now)
+    except CallRefused as refused:
         return refused.code
     return ""
 

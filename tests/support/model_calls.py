@@ -1,0 +1,46 @@
+"""Model calls as the egress server opens and settles them, without a server. At 10 USD per million tokens for all kinds."""
+
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+from leases.models import Lease
+from sandboxes.egress import authorization, settlement
+from sandboxes.egress.estimates import TokenEstimate
+from sandboxes.egress.settlement import CallResult
+from sandboxes.egress.token_usage import TokenUsage
+from sandboxes.models import LlmCall, ModelRate, Sandbox
+from tests.conftest import NOW
+
+CHAT_PATH = "/v1/chat/completions"
+MODEL = "gpt-4o-mini"  # allowed by default
+PER_MILLION = Decimal(10)
+THOUSAND = TokenEstimate(400, 600)  # estimate of a call that costs a cent
+
+
+def add_model_rate(pattern: str = MODEL, usd: Decimal = PER_MILLION, *, since: datetime = NOW - timedelta(days=400)) -> None:
+    ModelRate.objects.create(pattern=pattern, input_usd=usd, output_usd=usd, valid_from=since)
+
+
+def open_call(
+    lease: Lease, estimate: TokenEstimate = THOUSAND, *, now: datetime = NOW, model: str = MODEL, path: str = CHAT_PATH,
+    **fields: Any,
+) -> LlmCall:  # fmt: skip
+    """Open a call of a lease's sandbox. Raise CallRefused."""
+    slot = Sandbox.objects.values_list("slot", flat=True).get(holder=lease.pk)
+    assert slot is not None
+    options = {"streamed": False, "size": 1} | fields
+    return authorization.open_model_call(slot, uuid4().hex, path, model, estimate=estimate, now=now, **options)[0]
+
+
+def close_call(row: LlmCall, tokens: int | None = 1000, *, now: datetime = NOW, outcome: str = "ok", **fields: Any) -> LlmCall:
+    """Settle a call with `tokens` in all, or with unknown usage. Return the row as stored."""
+    result = CallResult(LlmCall.Outcome(outcome), 200, estimate=THOUSAND, **fields)
+    if tokens is not None:
+        result.usage = TokenUsage()
+        result.usage.add({"model": MODEL, "usage": {"prompt_tokens": tokens // 2, "completion_tokens": tokens - tokens // 2}})
+        result.usage.is_final = True
+    settlement.settle_call(row, result, now=now)
+    row.refresh_from_db()
+    return row

@@ -1,0 +1,283 @@
+"""Limits in USD on model calls: a call is admitted only if its estimated price fits, and settled at its price at once."""
+
+import random
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from billing import budgets, costs, derivation, metering
+from billing.budgets import call_admission
+from billing.models import Budget
+from leases.models import Lease
+from sandboxes.egress import settlement
+from sandboxes.egress.estimates import TokenEstimate
+from sandboxes.egress.refusals import CallRefused
+from sandboxes.egress.token_usage import TokenUsage
+from sandboxes.models import LlmCall, Sandbox
+from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.billing import ADA, BOB, HOUR, create_budget, join_account, run_billing_sweeps, run_command
+from tests.support.model_calls import MODEL, add_model_rate, close_call, open_call
+
+pytestmark = [
+    pytest.mark.django_db,
+    pytest.mark.usefixtures("stopped_clock"),
+    pytest.mark.postgres("budgets: sums and locks"),
+]
+AnyCallable = Callable[..., Any]
+CENT = Decimal("0.01")
+MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
+
+
+@pytest.fixture(autouse=True)
+def upstream(settings: Any) -> None:
+    settings.LLM_URL, settings.LLM_MODELS = "http://127.0.0.1:9", ["*"]  # never called
+
+
+@pytest.fixture
+def lease(grant: AnyCallable, memory: Any) -> Lease:
+    add_model_rate()
+    return start(grant)
+
+
+def start(grant: AnyCallable, agent: str = ADA, environment: str = "game-1", **request: Any) -> Lease:
+    lease: Lease = grant(agent, environment, ttl=20 * HOUR, sleep_after=20 * HOUR, **request)
+    run_command(lease, "true", now=NOW)
+    return lease
+
+
+def limit_spending(lease: Lease, usd: str) -> None:
+    Sandbox.objects.filter(holder=lease.pk).update(llm_limit=Decimal(usd))
+
+
+def get_refusal(lease: Lease, *arguments: Any, **fields: Any) -> CallRefused:
+    with pytest.raises(CallRefused) as caught:
+        open_call(lease, *arguments, **fields)
+    assert LlmCall.objects.filter(outcome="refused").latest("pk").code == caught.value.code
+    return caught.value
+
+
+# --- spend limit of a lease -------------------------------------------------------------------------------------------
+
+
+def test_spend_limit_counts_each_call_at_its_rate_when_it_ends(lease: Lease) -> None:
+    limit_spending(lease, "0.03")
+    for _ in range(3):
+        row = close_call(open_call(lease))
+        assert (row.cost, row.priced) == (CENT, "rate")
+    refusal = get_refusal(lease)
+    assert (refusal.status, refusal.code) == (402, "spend_limit_reached")
+    assert "limit of 0.03 USD" in refusal.message
+
+
+def test_spend_limit_counts_calls_in_flight_with_their_estimate(lease: Lease) -> None:
+    limit_spending(lease, "0.03")
+    first, second = open_call(lease), open_call(lease)
+    assert first.reserved == second.reserved == CENT
+    assert "0.01 of the lease's limit of 0.03 USD are left" in get_refusal(lease, TokenEstimate(400, 601)).message
+    close_call(first, 100)  # cheaper than estimated
+    assert open_call(lease, TokenEstimate(400, 601)).reserved == Decimal("0.01001")
+
+
+def test_model_without_a_rate_is_refused_under_a_spend_limit(lease: Lease) -> None:
+    assert open_call(lease, model="unknown").reserved is None
+    limit_spending(lease, "5")
+    refusal = get_refusal(lease, model="unknown")
+    assert (refusal.status, refusal.code) == (402, "model_not_priced")
+    assert "manage.py rate add --model unknown" in refusal.message
+    assert open_call(lease).reserved == CENT
+
+
+def test_free_requests_pass_a_reached_limit(lease: Lease) -> None:
+    limit_spending(lease, "0.01")
+    close_call(open_call(lease))
+    row = open_call(lease, TokenEstimate(10**6, 0), path="/v1/messages/count_tokens")
+    assert row.reserved == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_concurrent_calls_do_not_exceed_a_limit(grant: AnyCallable, memory: Any) -> None:
+    """Forty clients of four leases share a budget for seven calls, and one of the leases has a limit of two."""
+    add_model_rate()
+    leases = [start(grant, environment=f"e{number}") for number in range(4)]
+    limit_spending(leases[0], "0.02")
+    budget = create_budget("0.07", "usd")
+
+    with run_in_threads(40) as run:
+        results = run(lambda number: open_call(leases[number % 4]))
+    admitted = [row for row in results if isinstance(row, LlmCall)]
+    assert {type(each) for each in results} == {LlmCall, CallRefused}
+    assert len(admitted) == 7 and sum(row.holder == leases[0].pk for row in admitted) <= 2
+    for row in admitted:
+        close_call(row)
+    assert call_admission.sum_spent_now(budget, now=NOW) == 7 * CENT
+    assert isinstance(run_one(leases[1]), CallRefused)
+
+
+def run_one(lease: Lease) -> Any:
+    with run_in_threads(1) as run:
+        return run(lambda _: open_call(lease))[0]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+SCOPES = {
+    "all": {}, "agent": {"subject": ADA}, "environment_type": {"subject": "catan"}, "account": {"subject": "crew"},
+    "project": {"subject": "default"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("period", ["hour", "day", "month", "ever"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_hard_budget_stops_calls_of_all_leases_in_scope(lease: Lease, grant: AnyCallable, scope: str, period: str) -> None:
+    join_account("crew")
+    other = start(grant, environment="game-2")
+    budget = create_budget("0.05", "usd", period, scope=scope, **SCOPES[scope])
+    rows = [open_call(each) for each in (lease, other, lease)]
+    for row in rows[:2]:
+        close_call(row)
+    metering.meter_usage(now=NOW)  # calls in every stage: open, ended, metered, priced
+    costs.price_usage(now=NOW)
+    rows += [close_call(open_call(other)), open_call(lease)]
+    assert call_admission.sum_spent_now(budget, now=NOW) == 5 * CENT
+    refusal = get_refusal(other)
+    assert (refusal.status, refusal.code) == (402, "budget_exhausted")
+    assert ("0.05 spent" in refusal.message) == (scope == "agent")  # others would disclose the spending of other agents
+
+
+@pytest.mark.parametrize(
+    "fields", [{"hard": False}, {"active": False}, {"unit": "hours"}, {"scope": "agent", "subject": BOB}], ids=str
+)
+def test_other_budgets_admit_calls_of_any_price(lease: Lease, fields: dict[str, Any]) -> None:
+    create_budget(**{"amount": "0.001", "unit": "usd"} | fields)
+    assert open_call(lease).reserved == CENT
+
+
+def test_model_without_a_rate_is_refused_under_a_hard_budget(lease: Lease) -> None:
+    create_budget(100, "usd")
+    assert get_refusal(lease, model="unknown").code == "model_not_priced"
+
+
+def test_removed_budget_admits_calls_at_once(lease: Lease) -> None:
+    budget = create_budget("0.01", "usd", grace=timedelta(0))
+    close_call(open_call(lease))
+    metering.meter_usage(now=NOW)
+    costs.price_usage(now=NOW)
+    budgets.update_spending(budget.pk, now=NOW)
+    budgets.update_call_blocks(now=NOW)
+    assert get_refusal(lease, now=NOW + MINUTE).code == "budget_exhausted"
+    assert budgets.remove_budget(budget.pk, now=NOW + MINUTE) and not budgets.remove_budget(budget.pk, now=NOW + MINUTE)
+    assert open_call(lease, now=NOW + MINUTE)
+
+
+def test_next_period_admits_calls_before_the_next_update(lease: Lease) -> None:
+    budget = create_budget("0.01", "usd")
+    close_call(open_call(lease))
+    assert get_refusal(lease).code == "budget_exhausted"
+    late = open_call(lease, now=MIDNIGHT)
+    assert call_admission.sum_spent_now(budget, now=MIDNIGHT) == CENT == late.reserved
+
+
+@pytest.mark.parametrize("period", ["hour", "day", "month", "ever"])
+@pytest.mark.parametrize("seed", range(3))
+def test_sum_is_exact_after_every_step_of_a_random_history(lease: Lease, grant: AnyCallable, period: str, seed: int) -> None:
+    """Calls begin, end, change their price and get lost while sweeps meter, price, update and derive again."""
+    rng, now = random.Random(f"{period} {seed}"), MIDNIGHT - 3 * HOUR
+    leases = [lease, start(grant, BOB, "game-2")]
+    budget = create_budget(1000, "usd", period, scope="agent", subject=ADA)
+    rows: list[LlmCall] = []
+    sweeps: dict[str, Callable[[], object]] = {
+        "meter": lambda: metering.meter_usage(now=now),
+        "price": lambda: costs.price_usage(now=now),
+        "update": lambda: budgets.update_spending(budget.pk, now=now),
+        "all": lambda: run_billing_sweeps(now),
+        "again": lambda: derive_again(now),
+        "lost": lambda: settlement.close_abandoned(now=now),
+    }
+    for _ in range(40):
+        step = rng.choice(["open", "open", "close", "close", "record", "wait", *sweeps])
+        if step == "open":
+            rows.append(open_call(rng.choice(leases), TokenEstimate(rng.randrange(1000), rng.randrange(1000)), now=now))
+        elif step == "close" and rows:
+            close_call(rng.choice(rows), rng.choice([None, rng.randrange(3000)]), now=now)
+        elif step == "record" and rows:  # a better price arrives from the upstream's records
+            changed = LlmCall.objects.filter(pk=rng.choice(rows).pk, ended_at__isnull=False)
+            changed.update(cost=Decimal(rng.randrange(10**6)).scaleb(-9), priced="record", counted=False)
+        elif step == "wait":
+            now += timedelta(minutes=rng.choice([1, 20, 90]))
+        elif step in sweeps:
+            sweeps[step]()
+        if now >= MIDNIGHT:  # changes of an earlier day are part of the sum after the next update
+            sweeps["update"]()
+        began, _ = budgets.get_period_bounds(period, now)
+        expected = [
+            row.reserved if row.cost is None else row.cost
+            for row in LlmCall.objects.filter(agent_did=ADA, started_at__gte=began).exclude(outcome="refused")
+        ]
+        spent, others = call_admission.sum_spent_now(budget, now=now), get_other_spending(budget)
+        assert spent - others == sum(expected, Decimal(0)), step
+        lease_sum = LlmCall.objects.filter(holder=lease.pk).exclude(outcome="refused")
+        assert budgets.sum_lease_calls(lease.pk) == sum((row.cost or row.reserved or 0 for row in lease_sum), Decimal(0)), step
+
+
+def derive_again(now: datetime) -> None:
+    derivation.reset_usage_and_costs()
+    derivation.derive_usage_and_costs(now=now)
+
+
+def get_other_spending(budget: Budget) -> Decimal:
+    """Return the spending without model calls. There are no rates for sandboxes."""
+    budget.refresh_from_db()
+    return budget.spent - budget.calls_spent
+
+
+# --- unknown usage ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "usd", "source"),
+    [
+        ({"tokens": None, "outcome": "cut"}, CENT, "estimate"),  # generated to the maximum
+        ({"tokens": None, "outcome": "failed"}, CENT, "estimate"),
+        ({"tokens": None, "outcome": "ok", "received_bytes": 300}, Decimal("0.005"), "estimate"),  # 400 + 300 / 3 tokens
+        ({"tokens": None, "outcome": "failed", "is_free": True}, Decimal(0), "free"),
+        ({"tokens": None, "outcome": "ok", "cost": Decimal("0.5")}, Decimal("0.5"), "upstream"),
+    ],
+    ids=str,
+)
+def test_call_with_unknown_usage_is_estimated(lease: Lease, end: dict[str, Any], usd: Decimal, source: str) -> None:
+    row = close_call(open_call(lease), **end)
+    assert (row.cost, row.priced) == (usd, source)
+
+
+def test_lost_call_costs_its_estimate_and_frees_its_place_at_once(lease: Lease) -> None:
+    row = open_call(lease)
+    assert settlement.is_server_alive(row.server)
+    assert settlement.close_calls_of_dead_servers(now=NOW) == 0
+    assert settlement.close_calls_of_dead_servers(now=NOW, is_alive=lambda server: False) == 1
+    row.refresh_from_db()
+    assert (row.outcome, row.cost, row.priced, row.ended_at) == ("lost", CENT, "estimate", NOW)
+    other = open_call(lease)
+    LlmCall.objects.filter(pk=other.pk).update(server="elsewhere:1:2")
+    assert settlement.close_calls_of_dead_servers(now=NOW, is_alive=lambda server: False) == 0
+    assert settlement.close_abandoned(now=NOW + HOUR) == 1
+    assert LlmCall.objects.get(pk=other.pk).cost == CENT
+
+
+def test_process_with_a_reused_id_is_not_alive(lease: Lease) -> None:
+    host, pid, _ = open_call(lease).server.rsplit(":", 2)
+    assert not settlement.is_server_alive(f"{host}:{pid}:1")
+    assert not settlement.is_server_alive(f"{host}:4194305:1")  # above the largest process id of Linux
+
+
+def test_usage_of_an_open_call_is_kept_if_its_server_dies(lease: Lease) -> None:
+    row, usage = open_call(lease), TokenUsage()
+    usage.add({"message": {"model": MODEL, "usage": {"input_tokens": 7, "cache_read_input_tokens": 3, "output_tokens": 1}}})
+    settlement.note_usage(row, usage)
+    settlement.close_abandoned(now=NOW + HOUR)
+    row.refresh_from_db()
+    assert (row.outcome, row.input_tokens, row.cached_tokens, row.cost) == ("lost", 10, 3, CENT)
+    assert row.usage == {"input_tokens": 7, "cache_read_input_tokens": 3, "output_tokens": 1}

@@ -75,7 +75,8 @@ def reset_usage() -> None:
         metered = Q(metered=True) | Q(metered_until__isnull=False)
         Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
         DataSize.objects.filter(metered).update(metered=False, metered_until=None)
-        LlmCall.objects.filter(counted=True, started_at__gte=since).update(counted=False, metered_cost=None)
+        metered = Q(counted=True) | Q(metered_cost__isnull=False)
+        LlmCall.objects.filter(metered, started_at__gte=since).update(counted=False, metered_cost=None)
 
 
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:

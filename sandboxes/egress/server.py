@@ -24,7 +24,7 @@ from django.db import Error as DatabaseError
 from sandboxes.agent import internal
 from sandboxes.agent.gateway import AgentGateway
 from sandboxes.db import database_time
-from sandboxes.egress import authorization, gateway_tokens
+from sandboxes.egress import authorization, gateway_tokens, settlement
 from sandboxes.egress.agent_sessions.server import AgentSessionServer
 from sandboxes.egress.call_tracking import CallTracker, DatabaseThreads
 from sandboxes.egress.mcp_tools import McpToolServer
@@ -86,6 +86,7 @@ class EgressServer:
         nginx connects to the socket whose slot is None; its requests name their slot in a header. At the end of the body all
         calls in flight are cancelled, and the sockets are removed."""
         runners: list[web.AppRunner] = []
+        await self.database.run(settlement.close_calls_of_dead_servers, now=self.now())
         async with _open_client_session() as session, AsyncExitStack() as listeners:
             handlers = self._build_handlers(session)
             watcher = asyncio.create_task(self.calls.watch_leases())

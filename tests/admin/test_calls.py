@@ -26,6 +26,7 @@ from tests.admin.conftest import NOW, ensure_sandbox
 from tests.conftest import MINUTE
 from tests.support.billing import HOUR
 from tests.support.console import MARKUP, WHY, fetch, get_fields, list_messages, list_rows, row_url
+from tests.support.model_calls import add_model_rate
 
 pytestmark = pytest.mark.django_db
 LIST, RATES, DAY = "/admin/sandboxes/llmcall/", "/admin/sandboxes/modelrate/", timedelta(days=1)
@@ -219,7 +220,8 @@ def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Clie
 
 
 def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lease, settings: Any) -> None:
-    settings.LLM_MODELS = ["m"]
+    settings.LLM_MODELS, settings.LLM_URL = ["m"], "http://127.0.0.1:9"  # never called
+    add_model_rate("m")
     Sandbox.objects.filter(pk=ensure_sandbox(metered_lease).pk).update(slot=7)
 
     def ask(number: int) -> None:

@@ -19,7 +19,7 @@ from sandboxes import process_restarts, suspension
 from sandboxes.egress import model_pricing, settlement
 from sandboxes.egress.allow_list import connections
 from sandboxes.egress.logs import access_log
-from sandboxes.models import ModelRate, Pool, Sandbox
+from sandboxes.models import Pool, Sandbox
 from sandboxes.pool import intervals, lifetimes
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.runs import abandoned
@@ -106,9 +106,7 @@ DRY_RUN_QUERIES: dict[str, dict[str, Callable[[datetime], Iterable[Any]]]] = {
     "retention": {"delete": _iter_expired_rows},
     "collect": {
         "close model call": lambda now: access_log.find_abandoned(now=now)[:MAX_LISTED],
-        "price model call": lambda now: model_pricing.find_priceable([*ModelRate.objects.filter(valid_from__lte=now)], now=now)[
-            :MAX_LISTED
-        ],
+        "price model call": lambda now: islice(model_pricing.find_priceable(now), MAX_LISTED),
     },
     "meter": {
         "meter sandbox": lambda now: Sandbox.objects.filter(metered=False).order_by("pk")[:MAX_LISTED],

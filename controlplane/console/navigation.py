@@ -39,7 +39,7 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Readings", "speed", "sandboxes.reading"),
         ("Model calls", "forum", "sandboxes.llmcall"),
         ("Connections", "public", "sandboxes.egressconnection"),
-        ("Model rates", "sell", "sandboxes.modelrate"),
+        ("Model rates", "sell", "sandboxes.tokenrate"),
         ("Pools", "database", "sandboxes.pool"),
         ("Image templates", "layers", "sandboxes.imagetemplate"),
         ("Hosts", "dns", "sandboxes.host"),

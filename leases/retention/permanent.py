@@ -54,7 +54,7 @@ REASONS: Mapping[str, str] = {
     "sandboxes.ImageTemplate": CONFIGURED,
     "sandboxes.Installation": "one row",
     "sandboxes.LogPosition": "one row for each log file",
-    "sandboxes.ModelRate": CONFIGURED,
+    "sandboxes.TokenRate": CONFIGURED,
     "sandboxes.ObjectUpload": "deleted when its object is recorded, or by the prune sweep once it has expired",
     "sandboxes.OutputObject": "deleted by the sweep `outputs` after its last run",
     "sandboxes.PackAssignment": CONFIGURED,

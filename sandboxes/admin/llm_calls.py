@@ -34,10 +34,11 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.egress import model_pricing
+from sandboxes.egress.amounts import REFUSED_CODES
 from sandboxes.egress.logs import upstream_records
 from sandboxes.egress.totals import IS_FAILED, IS_REFUSED, IS_UNPRICED, CallTotals
 from sandboxes.formatting import format_bytes, format_path, pluralize
-from sandboxes.models import LlmCall, ModelRate
+from sandboxes.models import LlmCall, TokenKind, TokenRate
 
 OUTCOME_BADGES = {
     LlmCall.Outcome.OPEN: "open",
@@ -164,6 +165,7 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
         "call_id", "kind", "sandbox", "holder", "agent_did", "environment_id", "run", "path", "model", "streamed", "started_at",
         "deadline_at", "first_byte_at", "ended_at", "outcome", "status", "code", "sent_bytes", "received_bytes", "logged_at",
         "recorded_at", "input_tokens", "cached_tokens", "output_tokens", "cost", "priced",
+        "requested_model", "service_tier", "token_counts", "usage", "reserved", "rate_ids",
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
@@ -278,18 +280,38 @@ def is_billable(row: LlmCall) -> bool:
 
 
 def describe_price_source(row: LlmCall) -> SafeString | str:
-    """Name the source of the price, with a link to the rate if the rate still gives this price."""
-    if row.priced != LlmCall.Priced.RATE:
-        return row.get_priced_display() if row.priced else ""
-    usage = (row.model, row.input_tokens or 0, row.cached_tokens or 0, row.output_tokens or 0, row.started_at)
-    rate = model_pricing.find_rate(ModelRate.objects.filter(valid_from__lte=row.started_at), row.model, row.started_at)
-    if not isinstance(rate, ModelRate) or model_pricing.calculate_price([rate], *usage) != row.cost:
-        return "by a rate that was changed since"
-    cached = rate.input_usd if rate.cached_usd is None else rate.cached_usd
-    prices = (
-        f"input {format_usd(rate.input_usd)}, cached {format_usd(cached)}, output {format_usd(rate.output_usd)} USD per million"
-    )
-    return format_html("rate {}: {}", render_admin_link("sandboxes_modelrate", rate.pk, rate), prices)
+    """Name the source of the price, and for each kind of tokens the count, the rate and a link to it."""
+    source = row.get_priced_display() if row.priced else ""
+    if row.cost is None and is_billable(row):
+        return describe_missing_rate(row)
+    if not row.rate_ids:
+        return f"{source} of a version that did not keep its rows" if row.priced == LlmCall.Priced.RATE else source
+    book = model_pricing.RateBook(TokenRate.objects.filter(pk__in=row.rate_ids))
+    lines = format_html_join(", ", "{}", [(render_price_line(line),) for line in get_price_lines(row, book)])
+    return format_html("{}: {}", source, lines)
+
+
+def get_price_lines(row: LlmCall, book: model_pricing.RateBook) -> list[model_pricing.PriceLine]:
+    return book.list_lines(model_pricing.get_counts(row), row.service_tier)
+
+
+def describe_missing_rate(row: LlmCall) -> str:
+    """Say why an unpriced call has no price by rate."""
+    names = model_pricing.find_candidate_names(row.model, row.requested_model)
+    book = model_pricing.load_rates(names, at=row.started_at)
+    if not book.rows:
+        return f"no rate for {' or '.join(names)}" if names else ""
+    return "" if row.code in REFUSED_CODES else f"the rates for {book.pattern} apply once the usage is known"
+
+
+def render_price_line(line: model_pricing.PriceLine) -> SafeString:
+    """Render one kind of a price: the count, and the price with the rate it comes from."""
+    label = TokenKind(line.kind).label if line.kind in TokenKind.values else line.kind
+    if line.rate is None:
+        return format_html("{} {} without a rate", f"{line.count:,}", label)
+    price = f"{format_usd(line.rate.stated_usd)} USD per {line.rate.unit_name}"
+    link = render_admin_link("sandboxes_tokenrate", line.rate.pk, line.rate)
+    return format_html("{} {} at {} ({})", f"{line.count:,}", label, price, link)
 
 
 def build_calls_field(total: CallTotals, label: str = "Model calls", **filters: Any) -> SummaryField:

@@ -74,7 +74,7 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
         changes["sent_bytes"] = result.sent_bytes
     metered = _describe_usage(result.usage) if result.usage else {}
     if price := _price_result(row, result):
-        metered |= {"cost": price.usd, "priced": str(price.source)}
+        metered |= {"cost": price.usd, "priced": str(price.source), "rate_ids": list(price.rates) or None}
     _trace(row, result, now=now)
     assignments = [f"{name} = %s" for name in changes]
     assignments += [f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END" for name in metered]
@@ -124,7 +124,7 @@ def _price_result(row: LlmCall, result: CallResult) -> CallPrice | None:
     rates = model_pricing.load_rates(names, at=row.started_at)
     if usage and usage.is_complete and result.outcome == LlmCall.Outcome.OK:
         price = rates.price(usage.counts, usage.tier)
-        if price is not None:
+        if price is not None and (price.rates or not usage.counts):
             return CallPrice(price.usd, Priced.RATE if price.complete else Priced.ESTIMATE, price.rates)
     answered = result.outcome == LlmCall.Outcome.OK
     tokens = estimate_usage(

@@ -7,7 +7,7 @@ from sandboxes.models.gateway import AgentRoute, GatewayToken
 from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
-from sandboxes.models.llm_calls import LlmCall, LogPosition, ModelRate, TokenKind
+from sandboxes.models.llm_calls import LlmCall, LogPosition, TokenKind
 from sandboxes.models.outputs import OutputObject, StoredOutput
 from sandboxes.models.packs import PackAssignment, PackOrigin, PackVersion
 from sandboxes.models.placement import SkipReason
@@ -29,6 +29,7 @@ from sandboxes.models.sandboxes import (
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject, DataSize, ObjectUpload, Snapshot
 from sandboxes.models.sweeps import Sweep
 from sandboxes.models.templates import ImageTemplate, TemplateFailure, TemplateState
+from sandboxes.models.token_rates import TokenRate
 from sandboxes.models.transition_reasons import TransitionReason
 from sandboxes.models.webhooks import Delivery, Event, Webhook
 
@@ -59,7 +60,6 @@ __all__ = [
     "LlmCall",
     "LogPosition",
     "MintedToken",
-    "ModelRate",
     "ObjectUpload",
     "OutputObject",
     "PackAssignment",
@@ -85,6 +85,7 @@ __all__ = [
     "TemplateFailure",
     "TemplateState",
     "TokenKind",
+    "TokenRate",
     "Transition",
     "TransitionReason",
     "Webhook",

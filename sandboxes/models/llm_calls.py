@@ -1,4 +1,4 @@
-"""Model and relay calls of sandboxes, log positions and model rates. The verbs are in sandboxes.egress."""
+"""Model and relay calls of sandboxes, and log positions. The verbs are in sandboxes.egress."""
 
 from decimal import Decimal
 
@@ -92,6 +92,7 @@ class LlmCall(models.Model):
     )  # fmt: skip
     counted = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
     priced = models.CharField(max_length=8, choices=Priced.choices, default=Priced.NO, blank=True)
+    rate_ids = models.JSONField(null=True, blank=True, help_text="Ids of the model rates that the price was calculated from.")
 
     class Meta:
         verbose_name = "model call"
@@ -148,30 +149,3 @@ class LogPosition(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name}:{self.offset}"
-
-
-class ModelRate(models.Model):
-    """Dated price of a model's tokens, for calls that the upstream does not price. A change does not affect priced calls."""
-
-    pattern = models.CharField(max_length=200, help_text='Model name or pattern: "gpt-4o-mini", "claude-*", "*".')
-    input_usd = models.DecimalField("input", max_digits=12, decimal_places=6, help_text="USD per million tokens.")
-    cached_usd = models.DecimalField(
-        "cached input", max_digits=12, decimal_places=6, null=True, blank=True,
-        help_text="USD per million tokens read from the provider's cache. Empty: same as input.",
-    )  # fmt: skip
-    output_usd = models.DecimalField("output", max_digits=12, decimal_places=6, help_text="USD per million tokens.")
-    valid_from = models.DateTimeField(help_text="Start of validity, by the start time of the call.")
-
-    class Meta:
-        ordering = ["pattern", "-valid_from"]
-        constraints = [
-            models.UniqueConstraint(fields=["pattern", "valid_from"], name="modelrate_once"),
-            models.CheckConstraint(
-                condition=Q(input_usd__gte=0, output_usd__gte=0) & (Q(cached_usd__isnull=True) | Q(cached_usd__gte=0)),
-                name="modelrate_positive",
-                violation_error_message="A rate may not be negative.",
-            ),
-        ]
-
-    def __str__(self) -> str:
-        return self.pattern

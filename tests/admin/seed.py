@@ -35,7 +35,7 @@ from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from sandboxes import eviction, processes, providers
 from sandboxes.identity import signing
-from sandboxes.models import ModelRate, Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
+from sandboxes.models import Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
 from sandboxes.pool import allocation
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.base import DATA
@@ -60,6 +60,7 @@ from tests.support.billing import (
     run_billing_sweeps,
 )
 from tests.support.leases import get_sandbox, run
+from tests.support.model_rates import create_rates
 
 DAY, MINUTE = timedelta(days=1), timedelta(minutes=1)
 ADA, GRACE, ALAN = "did:plc:ada", "did:plc:grace", "did:web:agents.example.com:alan"
@@ -299,7 +300,7 @@ def _seed_identities(now: datetime) -> None:
 def _seed_llm_calls(now: datetime) -> None:
     """Create model calls and a relay call of every result, in a lease with a spend limit."""
     for usd, since in (("0.15", now - 30 * DAY), ("0.12", now + 5 * DAY)):
-        ModelRate.objects.create(pattern="gpt-4o-mini*", input_usd=usd, output_usd="0.6", valid_from=since)
+        create_rates("gpt-4o-mini*", input=usd, cache_read="0.075", output="0.6", since=since)
     lease = _acquire_used_lease(ADA, "essay", now - 2 * HOUR)
     spend_limits.set_spend_limit(lease.pk, Decimal("0.005"), now=now - HOUR, actor="operator", detail="it writes long essays")
     for number, (outcome, status, code, priced) in enumerate((

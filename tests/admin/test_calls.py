@@ -20,19 +20,19 @@ from sandboxes.admin.base.formatting import SummaryField
 from sandboxes.egress import authorization
 from sandboxes.egress.estimates import TokenEstimate
 from sandboxes.egress.refusals import CallRefused
-from sandboxes.models import LlmCall, ModelRate, Sandbox
+from sandboxes.models import LlmCall, Sandbox, TokenRate
 from sandboxes.pool import allocation
 from tests.admin.conftest import NOW, ensure_sandbox
 from tests.conftest import MINUTE
 from tests.support.billing import HOUR
 from tests.support.console import MARKUP, WHY, fetch, get_fields, list_messages, list_rows, row_url
-from tests.support.model_calls import add_model_rate
+from tests.support.model_rates import create_rates
 
 pytestmark = pytest.mark.django_db
-LIST, RATES, DAY = "/admin/sandboxes/llmcall/", "/admin/sandboxes/modelrate/", timedelta(days=1)
+LIST, RATES, DAY = "/admin/sandboxes/llmcall/", "/admin/sandboxes/tokenrate/", timedelta(days=1)
 RATE_FORM = {
-    "pattern": "gpt-*", "input_usd": "2.5", "cached_usd": "", "output_usd": "10", "valid_from_0": "2021-01-01",
-    "valid_from_1": "00:00:00",
+    "pattern": "gpt-*", "input_usd": "2.5", "cache_read_usd": "", "output_usd": "10", "web_search_usd": "25", "tier": "",
+    "tokens_from": "0", "valid_from_0": "2021-01-01", "valid_from_1": "00:00:00", "source": "price page", "note": "",
 }  # fmt: skip
 
 
@@ -116,21 +116,30 @@ def test_a_call_is_found_by_agent_and_by_any_complete_id(viewer: Client, lease: 
 
 
 def test_a_calls_page_shows_the_source_of_its_price(viewer: Client, lease: Lease) -> None:
-    rate = ModelRate.objects.create(pattern="gpt-*", input_usd="2.5", cached_usd="1.25", output_usd=10, valid_from=NOW - DAY)
+    rates = create_rates("gpt-*", input="2.5", cache_read="1.25", output=10)
     row = call(
         lease, cost="0.0025", priced="rate", input_tokens=1000, cached_tokens=400, output_tokens=50, path="/v1/messages",
+        rate_ids=[rate.pk for rate in rates],
         sent_bytes=2048, received_bytes=812, first_byte_at=NOW + timedelta(seconds=2), recorded_at=NOW, streamed=True,
     )  # fmt: skip
     fields = get_fields(viewer, row_url(row))
     assert (fields["USD"].value, fields["Sent / received"].value) == ("0.0025", "2.0 KiB / 812 B")
-    assert f"/admin/sandboxes/modelrate/{rate.pk}/" in str(fields["USD"].note)
-    assert "input 2.5, cached 1.25, output 10 USD per million" in str(fields["USD"].note)
+    assert [*links(fields["USD"]).values()] == [f"{RATES}{rate.pk}/change/" for rate in rates]
+    note = re.sub("<[^>]*>", "", str(fields["USD"].note))
+    assert note.startswith("by rate: 600 input at 2.5 USD per million tokens (gpt-*, input), 400 cached input at 1.25 USD")
     assert "/v1/messages" in str(fields["Path"].value)
     assert fields["Duration"].note == "first byte after 2.0 s"
     assert fields["In proxy log"].value == "no"
     assert f"{NOW:%Y-%m-%d %H:%M:%S}" in str(fields["In upstream records"].value)
-    ModelRate.objects.update(output_usd=11)
-    assert get_fields(viewer, row_url(row))["USD"].note == "by a rate that was changed since"
+    LlmCall.objects.update(rate_ids=None)
+    assert get_fields(viewer, row_url(row))["USD"].note == "by rate of a version that did not keep its rows"
+
+
+def test_an_unpriced_calls_page_names_the_models_without_a_rate(viewer: Client, lease: Lease) -> None:
+    row = call(lease, model="gpt-4o-2024-08-06", requested_model="gpt-4o")
+    assert get_fields(viewer, row_url(row))["USD"].note == "no rate for gpt-4o-2024-08-06 or gpt-4o"
+    create_rates("gpt-*", input=1)
+    assert get_fields(viewer, row_url(row))["USD"].note == "the rates for gpt-* apply once the usage is known"
 
 
 def test_text_from_a_sandbox_in_a_call_is_escaped(superuser: Client, lease: Lease) -> None:
@@ -221,7 +230,7 @@ def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Clie
 
 def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lease, settings: Any) -> None:
     settings.LLM_MODELS, settings.LLM_URL = ["m"], "http://127.0.0.1:9"  # never called
-    add_model_rate("m")
+    create_rates("m", input=10, output=10)
     Sandbox.objects.filter(pk=ensure_sandbox(metered_lease).pk).update(slot=7)
 
     def ask(number: int) -> None:
@@ -274,23 +283,55 @@ def test_a_later_sandbox_gets_the_present_limit_of_its_lease(
 
 def test_a_rate_is_added_shown_and_listed(superuser: Client) -> None:
     assert superuser.post(f"{RATES}add/", RATE_FORM).status_code == 302
-    rate = ModelRate.objects.get()
-    assert (rate.pattern, rate.input_usd, rate.cached_usd, rate.output_usd) == ("gpt-*", Decimal("2.5"), None, 10)
+    assert [*TokenRate.objects.values_list("pattern", "kind", "usd_per_million", "source")] == [
+        ("gpt-*", "input", Decimal("2.5"), "price page"),
+        ("gpt-*", "output", 10, "price page"),
+        ("gpt-*", "web_search", 25_000, "price page"),
+    ]
     shown = fetch(superuser, RATES)
-    assert "gpt-*" in shown and "2.5" in shown and "as input" in shown
+    assert "gpt-*" in shown and "2.5 USD per million tokens" in shown and "25 USD per 1,000 searches" in shown
+
+
+def test_a_rates_page_shows_the_models_and_the_unpriced_calls_that_it_matches(superuser: Client) -> None:
+    rate, _ = create_rates("gpt-*", input=1, output=2)
+    create_rates("gpt-5", input=1)
     tokens = {"input_tokens": 1, "output_tokens": 1}
-    call(**tokens), call(model="claude", **tokens), call(cost=1, priced="record", **tokens)
-    assert get_fields(superuser, row_url(rate))["Unpriced calls"].value == "1"
+    call(**tokens), call(**tokens), call(model="claude", **tokens), call(model="gpt-5-2025-08-07", **tokens)
+    call(model="gpt-5-mini", cost=1, priced="record", **tokens), call(model="gpt-x", started_at=NOW - 31 * DAY)
+    fields = get_fields(superuser, row_url(rate))
+    assert fields["Unpriced calls"].value == "2"
+    assert (fields["Models, last 30 days"].value, fields["Models, last 30 days"].note) == ("2", "gpt-4o-mini: 2, gpt-5-mini: 1")
+    assert "output" in str(fields["Other rates of this model"].note)
 
 
-@pytest.mark.parametrize("wrong", [{"input_usd": "-1"}, {"output_usd": ""}, {"cached_usd": "-0.1"}, {"pattern": ""}])
+def test_a_rate_that_has_begun_is_not_edited_or_deleted(superuser: Client) -> None:
+    [rate] = create_rates("m", input=3)
+    assert superuser.post(row_url(rate), {"usd_per_million": "300"}).status_code == 403
+    assert list_messages(superuser.post(row_url(rate, "withdraw"), WHY))[-1].startswith("Nothing changed")
+    assert TokenRate.objects.get().usd_per_million == 3
+
+
+def test_a_scheduled_rate_is_deleted(superuser: Client) -> None:
+    [rate] = create_rates("m", input=3, since=timezone.now() + DAY)
+    assert list_messages(superuser.post(row_url(rate, "withdraw"), WHY))[-1] == "1 model rate deleted."
+    assert not TokenRate.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input_usd": "-1"}, {"cache_read_usd": "-0.1"}, {"pattern": ""}, {"output_usd": "1e9"}, {"tokens_from": "-1"},
+        {"input_usd": "", "output_usd": "", "web_search_usd": ""}, {"pattern": "taken", "valid_from_0": f"{NOW:%Y-%m-%d}"},
+    ],
+)  # fmt: skip
 def test_an_invalid_model_rate_is_refused(superuser: Client, wrong: dict[str, str]) -> None:
+    create_rates("taken", input=1, since=NOW.replace(hour=0, minute=0, second=0, microsecond=0))
     assert superuser.post(f"{RATES}add/", RATE_FORM | wrong).status_code == 200
-    assert not ModelRate.objects.exists()
+    assert TokenRate.objects.count() == 1
 
 
 def test_a_scheduled_model_rate_shows_its_start(superuser: Client) -> None:
-    ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=timezone.now() + 5 * HOUR)
+    create_rates("m", input=1, since=timezone.now() + 5 * HOUR)
     shown = fetch(superuser, RATES)
     assert ">in 4 h 59 m</time>" in shown and "ago</time>" not in shown
 

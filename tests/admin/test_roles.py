@@ -28,7 +28,7 @@ from leases.models import Agent, AgentRun, Lease, LeaseEvent, QueuedRun
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin
 from sandboxes.egress.allow_list import credentials
 from sandboxes.identity import signing
-from sandboxes.models import Delivery, Host, ImageTemplate, ModelRate, Policy, Pool, Process, Quota, Sandbox, Snapshot
+from sandboxes.models import Delivery, Host, ImageTemplate, Policy, Pool, Process, Quota, Sandbox, Snapshot
 from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
@@ -43,6 +43,7 @@ from tests.support.billing import (
     join_account,
 )
 from tests.support.console import WHY, fetch, row_url, submit_bulk
+from tests.support.model_rates import create_rates
 
 pytestmark = pytest.mark.django_db
 
@@ -57,7 +58,8 @@ VIEWS = {
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
         "mintedtoken", "packversion",
-        "modelrate", "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
+        "modelrate", "tokenrate",
+        "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
         "sweep", "webhook",
     },
 }  # fmt: skip
@@ -76,7 +78,9 @@ ADMINISTRATOR = OPERATOR | {
     "leases.add_environmenttype", "leases.change_environmenttype", "sandboxes.add_pool", "sandboxes.change_pool",
     "sandboxes.change_host",
     "sandboxes.add_quota", "sandboxes.change_quota", "sandboxes.add_policy", "sandboxes.change_policy",
-    "sandboxes.manage_identity", "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
+    "sandboxes.manage_identity", "sandboxes.add_tokenrate", "sandboxes.change_tokenrate",
+    # Of the version before.
+    "sandboxes.add_modelrate", "sandboxes.change_modelrate", "sandboxes.delete_modelrate",
     "billing.add_rate", "billing.change_rate", "billing.add_account", "billing.change_account", "billing.add_membership",
     "billing.change_membership", "billing.add_credit", "billing.close_statement", "billing.add_budget", "billing.change_budget",
     "sandboxes.manage_webhook",
@@ -112,6 +116,7 @@ ADMINISTRATOR_ACTIONS = {
     "policy": {"remove_credential"},
     "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
+    "model_rate": {"withdraw"},
 }  # fmt: skip
 READ_ONLY_ROWS = {
     "coding_task",
@@ -130,6 +135,7 @@ READ_ONLY_ROWS = {
     "credit",
     "statement",
     "begun",
+    "model_rate",
     "sealed",
 }
 
@@ -170,7 +176,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
         "credit": statements.grant_credit(account, Decimal(1), now=NOW, actor="eve", reason="for a start"),
         "rate": create_rate("time", "1", since=f"{now + 48 * HOUR:%Y-%m-%d}"), "begun": begun,
         "statement": close_month(other, month, now=now), "membership": join_account(other, agent=BOB),
-        "model_rate": ModelRate.objects.create(pattern="m", input_usd=1, output_usd=1, valid_from=NOW),
+        "model_rate": create_rates("m", input=1, since=now + 48 * HOUR)[0],
         "policy": policy, "sealed": Policy.objects.get(name=SEALED_POLICY_NAME),
         "type": lease.environment_type,
         "environment": lifecycle.create(lifecycle.NewEnvironment("new-game", "catan"), now=NOW)[0],
@@ -273,7 +279,7 @@ def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client,
     pages = (
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
-        "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/modelrate", "sandboxes/llmcall",
+        "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/tokenrate", "sandboxes/llmcall",
         "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
         "billing/costrecord", "billing/usagerecord", "billing/rate", "billing/account", "billing/membership", "billing/credit",
         "billing/statement", "spending", "billing/budget", "sandboxes/webhook", "sandboxes/event", "sandboxes/delivery",

@@ -1,7 +1,6 @@
-"""Model calls as the egress server opens and settles them, without a server. At 10 USD per million tokens for all kinds."""
+"""Model calls as the egress server opens and settles them, without a server."""
 
-from datetime import datetime, timedelta
-from decimal import Decimal
+from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
@@ -10,17 +9,12 @@ from sandboxes.egress import authorization, settlement
 from sandboxes.egress.estimates import TokenEstimate
 from sandboxes.egress.settlement import CallResult
 from sandboxes.egress.token_usage import TokenUsage
-from sandboxes.models import LlmCall, ModelRate, Sandbox
+from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import NOW
 
 CHAT_PATH = "/v1/chat/completions"
 MODEL = "gpt-4o-mini"  # allowed by default
-PER_MILLION = Decimal(10)
-THOUSAND = TokenEstimate(400, 600)  # estimate of a call that costs a cent
-
-
-def add_model_rate(pattern: str = MODEL, usd: Decimal = PER_MILLION, *, since: datetime = NOW - timedelta(days=400)) -> None:
-    ModelRate.objects.create(pattern=pattern, input_usd=usd, output_usd=usd, valid_from=since)
+THOUSAND = TokenEstimate(400, 600)  # costs a cent at 10 USD per million tokens
 
 
 def open_call(

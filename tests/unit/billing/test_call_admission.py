@@ -18,7 +18,9 @@ from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.billing import ADA, BOB, HOUR, create_budget, join_account, run_billing_sweeps, run_command
-from tests.support.model_calls import MODEL, add_model_rate, close_call, open_call
+from tests.support.model_calls import MODEL, close_call, open_call
+from tests.support.model_rates import create_rates
+from tests.support.search import budget as search_budget
 
 pytestmark = [
     pytest.mark.django_db,
@@ -27,7 +29,7 @@ pytestmark = [
 ]
 AnyCallable = Callable[..., Any]
 CENT = Decimal("0.01")
-SEEDS = search.budget(1, 8)
+SEEDS = search_budget(fast=1, full=8)
 MIDNIGHT = datetime(2026, 11, 22, tzinfo=UTC)
 
 
@@ -38,7 +40,7 @@ def upstream(settings: Any) -> None:
 
 @pytest.fixture
 def lease(grant: AnyCallable, memory: Any) -> Lease:
-    add_model_rate()
+    create_rates(MODEL, input=10, output=10)
     return start(grant)
 
 
@@ -100,7 +102,7 @@ def test_free_requests_pass_a_reached_limit(lease: Lease) -> None:
 @pytest.mark.django_db(transaction=True)
 def test_concurrent_calls_do_not_exceed_a_limit(grant: AnyCallable, memory: Any) -> None:
     """Forty clients of four leases share a budget for seven calls, and one of the leases has a limit of two."""
-    add_model_rate()
+    create_rates(MODEL, input=10, output=10)
     leases = [start(grant, environment=f"e{number}") for number in range(4)]
     limit_spending(leases[0], "0.02")
     budget = create_budget("0.07", "usd")

@@ -25,13 +25,14 @@ from sandboxes import lifecycle
 from sandboxes.admin.sandboxes import compute_time_alive
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import upstream_records
-from sandboxes.models import AgentData, DataSize, LlmCall, ModelRate, Sandbox, Snapshot, Transition
+from sandboxes.models import AgentData, DataSize, LlmCall, Sandbox, Snapshot, Transition
 from sandboxes.providers.errors import Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.state import workspace
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, SimulatedCrash
 from tests.support.billing import HOUR, create_llm_call
+from tests.support.model_rates import create_rates
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: metering aggregates in the database")]
 NOON, MIDNIGHT = NOW, datetime(2026, 11, 22, tzinfo=UTC)
@@ -427,7 +428,7 @@ def test_late_call_price_counts_once(grant: AnyCallable) -> None:
     meter_usage(now=NOON + HOUR)
     assert [each[-1] for each in list_token_records()] == [0, 0]
     line = b'{"call": "%s", "status": "success", "cost": 0.5, "input": 100, "output": 7}' % call.call_id.encode()
-    ModelRate.objects.create(pattern="mini", input_usd=1, output_usd=2, valid_from=NOON - HOUR)
+    create_rates("mini", input=1, output=2, since=NOON - HOUR)
     for _ in range(2):
         upstream_records.apply_lines([line], now=NOON + HOUR)
         model_pricing.price_calls(NOON + 2 * HOUR)

@@ -33,7 +33,7 @@ from sandboxes.providers.memory import ProgramResult
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads
-from tests.support.model_calls import add_model_rate
+from tests.support.model_rates import create_rates
 from tests.support.servers import egress
 from tests.support.servers.egress import (
     CHAT_PATH,
@@ -517,7 +517,7 @@ def test_model_outside_the_allow_list_is_refused(settings, upstream: FakeUpstrea
 
 
 def test_call_above_the_spend_limit_is_refused_with_402(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:
-    add_model_rate("*", Decimal("0.001"))  # the estimate is small, and the upstream states more
+    create_rates("*", input=0.001, output=0.001)  # the estimate is small, and the upstream states more
     Sandbox.objects.filter(pk=sandbox.pk).update(llm_limit=Decimal("0.00002"))
     assert [post(socket_path, COMPLETION_REQUEST)[0] for _ in range(3)] == [200, 200, 402]
     _, reply = post(socket_path, COMPLETION_REQUEST)

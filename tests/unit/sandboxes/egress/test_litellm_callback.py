@@ -17,8 +17,9 @@ import requests
 from sandboxes.egress import amounts, model_pricing
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.logs import upstream_records as records
-from sandboxes.models import LlmCall, ModelRate
+from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW
+from tests.support.model_rates import create_rates
 from tests.support.servers.models import ANSWER_CHUNKS, TOKEN_COUNTS
 from tests.support.servers.services import require_environment
 from tests.support.waiting import wait_until
@@ -148,7 +149,7 @@ def test_collected_records_price_the_call_rows(litellm: LiteLLM) -> None:
         assert answer.content
         litellm.record(call_id)
     assert records.collect_records(litellm.file, NOW)["recorded"] == 4
-    ModelRate.objects.create(pattern="gpt-*", input_usd=1, output_usd=1, valid_from=NOW - MINUTE)
+    create_rates("gpt-*", input=1, output=1, since=NOW - MINUTE)
     assert model_pricing.price_calls(NOW) == 1
     found = {row.model: (row.cost, row.priced, row.input_tokens, row.output_tokens) for row in LlmCall.objects.all()}
     assert found == {

@@ -8,8 +8,9 @@ import pytest
 
 from controlplane import schedules
 from sandboxes.egress.logs import collection
-from sandboxes.models import LlmCall, ModelRate
+from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW
+from tests.support.model_rates import create_rates
 from tests.unit.sandboxes.egress.test_access_log import line
 from tests.unit.sandboxes.egress.test_upstream_records import call, record
 
@@ -26,7 +27,7 @@ def log_directories(settings: Any, tmp_path: Path) -> None:
 def test_one_pass_ingests_both_files_and_prices_the_rest_by_rate(settings: Any) -> None:
     call(1)
     call(2, model="house-model", input_tokens=10**6, output_tokens=0, ended_at=NOW - 2 * MINUTE)
-    ModelRate.objects.create(pattern="*", input_usd=1, output_usd=1, valid_from=NOW - 5 * MINUTE)
+    create_rates("*", input=1, output=1, since=NOW - 5 * MINUTE)
     Path(settings.LLM_RECORDS).write_bytes(record(1))
     collection.access_log_path().write_bytes(line(1) + line(2))
     result = schedules.run_sweep("collect", now=NOW)

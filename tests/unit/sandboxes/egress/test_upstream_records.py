@@ -14,8 +14,9 @@ from django.db import connection
 
 from sandboxes.egress import model_pricing
 from sandboxes.egress.logs import tail, upstream_records
-from sandboxes.models import LlmCall, LogPosition, ModelRate
+from sandboxes.models import LlmCall, LogPosition
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.model_rates import create_rates
 
 pytestmark = pytest.mark.django_db
 
@@ -136,7 +137,7 @@ def test_record_without_a_price_keeps_the_existing_price(file: Path) -> None:
     collect(file)
     row.refresh_from_db()
     assert (row.cost, row.priced, row.recorded_at, row.input_tokens) == (None, "", NOW, 1000)
-    ModelRate.objects.create(pattern="house-*", input_usd=1, output_usd=2, valid_from=NOW - MINUTE)
+    create_rates("house-*", input=1, output=2, since=NOW - MINUTE)
     assert model_pricing.price_calls(NOW) == 1
     assert shown()[:2] == (Decimal("0.0011"), "rate")
 

@@ -8,7 +8,7 @@ from sandboxes.db.concurrent_indexes import AddIndexConcurrently
 
 class Migration(migrations.Migration):
     atomic = False
-    dependencies = [("sandboxes", "0079_model_call_usage")]
+    dependencies = [("sandboxes", "0081_carry_model_rates")]
 
     operations = [
         AddIndexConcurrently(

@@ -127,7 +127,7 @@ class UsageReader:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether the stream has neither a final event nor a reason to stop so far."""
+        """Absence of a final event and of a reason to stop, in a stream that was read so far."""
         return self.streamed and not (self.complete or self._has_stopped or self._has_overflowed)
 
     def feed(self, chunk: bytes) -> bytes:

@@ -29,6 +29,9 @@ HOLDER_CHECK_INTERVAL_SECONDS = 1.0  # upper bound on how long a call outlives i
 RELAY_HEARTBEAT_INTERVAL_SECONDS = 60.0
 CONNECTION_CHECK_INTERVAL_SECONDS = 1.0  # a database connection is reused for this long without a check
 MAX_DATABASE_THREADS = 8
+# Codes of failed answers that were passed on to their end: a later disconnect of the sandbox changes nothing.
+STREAM_ERROR_CODE, STREAM_INCOMPLETE_CODE, ANSWER_ERROR_CODE = "stream_error", "stream_incomplete", "answer_error"
+FINAL_CODES = (STREAM_ERROR_CODE, STREAM_INCOMPLETE_CODE, ANSWER_ERROR_CODE)
 
 
 class DatabaseThreads:
@@ -95,7 +98,7 @@ class CallTracker:
         try:
             yield result
         except (ClientDisconnected, asyncio.CancelledError):
-            if result.outcome != OUTCOME.OK:
+            if result.outcome != OUTCOME.OK and result.code not in FINAL_CODES:
                 result.outcome = OUTCOME.CUT
                 result.code = "lease_ended" if call.has_lease_ended else result.code or "not_read_to_its_end"
             raise

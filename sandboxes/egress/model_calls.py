@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -14,13 +15,21 @@ from django.conf import settings
 from sandboxes.egress import authorization, offline_model, settlement
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.authorization import CallerIdentity
-from sandboxes.egress.call_tracking import CallTracker
+from sandboxes.egress.call_tracking import ANSWER_ERROR_CODE, STREAM_ERROR_CODE, STREAM_INCOMPLETE_CODE, CallTracker
 from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate, estimate_request
 from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.request_filter import DroppedFields, InvalidRequest, SanitizedRequest, filter_betas, sanitize_request
 from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.settlement import CallResult
 from sandboxes.egress.token_usage import UsageReader
+from sandboxes.egress.upstream_answers import (
+    DECODED_ENCODINGS,
+    get_encoding,
+    has_secret,
+    is_decoding_error,
+    select_headers,
+    translate_error,
+)
 from sandboxes.models import LlmCall
 from sandboxes.redaction.streams import SecretRedactor
 
@@ -28,9 +37,8 @@ log = structlog.get_logger(__name__)
 OUTCOME = LlmCall.Outcome
 UNCHECKED_BODY_BYTES = 4 << 20  # read before the policy's limit is known, which saves a query; the limit is checked afterwards
 LARGE_BODY_BYTES = 256 << 10  # larger bodies are checked in a thread: megabytes of small objects take a second
-MAX_ERROR_BYTES = 16 << 10  # of an upstream's error body that is passed on to the sandbox
-PASSED_ERROR_STATUSES = (400, 404, 413, 422, 429)  # the sandbox can act on them: change the request, or wait
 STREAM_USAGE_PATHS = ("/v1/chat/completions", "/v1/completions")  # their streams report usage only if the request asks for it
+READ_ON_SECONDS = 5.0  # for which a response without a reader is read on, because its usage comes at its end
 
 
 @dataclass
@@ -59,7 +67,7 @@ class ModelCallProxy:
         streamed = body.get("stream") is True
         hide_usage = streamed and path in STREAM_USAGE_PATHS and not _requests_usage(body)
         if hide_usage:
-            body["stream_options"] = {"include_usage": True}
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         opening = asyncio.create_task(
             self.calls.database.run(
                 authorization.open_model_call,
@@ -101,14 +109,13 @@ class ModelCallProxy:
 
     async def _answer_offline(self, request: web.Request, body: dict[str, Any], result: CallResult) -> web.StreamResponse:
         if request.path != "/v1/chat/completions":
-            result.outcome, result.status, result.code = OUTCOME.FAILED, 501, "offline"
+            result.outcome, result.status, result.code, result.is_free = OUTCOME.FAILED, 501, "offline", True
             return build_error_response(
                 501, "offline", "The offline policy answers chat completions only. Set LEASEHOLD_LLM_URL to call a model."
             )
         completion = offline_model.complete_chat(body)
         reader = UsageReader("application/json")
-        reader.feed(json.dumps(completion).encode())
-        reader.end()
+        reader.usage.add(completion)
         result.outcome, result.status, result.usage, result.cost = OUTCOME.OK, 200, reader.usage, Decimal(0)
         result.first_byte_at = self.calls.now()
         if body.get("stream"):
@@ -128,6 +135,7 @@ class ModelCallProxy:
         url = settings.LLM_URL.rstrip("/") + request.path.removeprefix("/v1")
         if request.path.startswith("/v1/messages") and request.query.get("beta") == "true":
             url += "?beta=true"
+        encoding = ""
         try:
             async with self.session.post(
                 url, json=body, headers=_build_upstream_headers(request, row, caller), allow_redirects=False
@@ -135,10 +143,14 @@ class ModelCallProxy:
                 result.status, result.first_byte_at = response.status, self.calls.now()
                 stated = response.headers.get("x-litellm-response-cost")
                 result.cost = parse_usd(stated)
-                result.has_refused_cost = stated is not None and result.cost is None
+                # LiteLLM writes the word None where its cost is unknown.
+                result.has_refused_cost = stated not in (None, "", "None") and result.cost is None
                 if response.status >= 300:
                     result.is_free = True
-                    return await _translate_error(response, result)
+                    return await translate_error(response, result)
+                encoding = get_encoding(response)
+                if encoding not in DECODED_ENCODINGS:
+                    return _report_undecoded(request, result, encoding)
                 reader = UsageReader(response.content_type, hide_usage=hide_usage)
                 return await self._stream_response(request, response, row, caller, result, reader)
         except TimeoutError:
@@ -147,6 +159,8 @@ class ModelCallProxy:
         except (aiohttp.ClientError, OSError) as error:
             log.warning("upstream call failed", error=type(error).__name__, call=row.call_id)
             result.is_free |= isinstance(error, aiohttp.ClientConnectorError)  # nothing was sent
+            if is_decoding_error(error) and (result.status or 200) < 300:
+                return _report_undecoded(request, result, encoding)
             result.outcome, result.status, result.code = OUTCOME.FAILED, 502, "upstream_failed"
             message = "The model is unreachable, or the connection broke."
             return _report_upstream_failure(request, result, 502, message)
@@ -164,37 +178,92 @@ class ModelCallProxy:
 
         If a limit in USD applies, the end of the response is written after the row is settled, so that the sandbox's next call
         is checked against the new total. A response that is not a stream is passed on one chunk late for this reason: its last
-        chunk completes it for the sandbox. The usage at the begin of a stream is written to the row when it arrives."""
+        chunk completes it for the sandbox. The usage at the start of a stream is written to the row when it arrives. If the
+        sandbox leaves, the response is read on for READ_ON_SECONDS."""
         redactor = SecretRedactor(settings.LLM_API_KEY)
         content_type = upstream.headers.get("Content-Type", "application/json")
-        if _has_secret(content_type.encode()):
+        if has_secret(content_type.encode()):
             content_type = "application/json"
-        response = web.StreamResponse(headers={"Content-Type": content_type})
+        response = web.StreamResponse(headers=select_headers(upstream) | {"Content-Type": content_type})
         if not reader.streamed and upstream.content_length is not None and "Content-Encoding" not in upstream.headers:
             response.content_length = upstream.content_length
         result.usage = reader.usage
-        await await_write(response.prepare(request))
         withheld, is_usage_noted = b"", False
-        async for chunk in upstream.content.iter_any():
-            passed = reader.feed(redactor.feed(chunk))
-            result.received_bytes += len(passed)
-            if reader.complete:
-                result.outcome = OUTCOME.OK
-            if reader.streamed and not is_usage_noted and reader.usage.input_tokens is not None and not reader.complete:
-                is_usage_noted = True
-                await self.calls.note_usage(row, reader.usage)
-            if not reader.streamed:
-                withheld, passed = passed, withheld
-            if passed:
-                await await_write(response.write(passed))
+        try:
+            async for chunk in upstream.content.iter_any():
+                passed = reader.feed(redactor.feed(chunk))
+                result.received_bytes += len(passed)
+                _set_outcome(result, reader)
+                if reader.streamed and not is_usage_noted and reader.usage.input_tokens is not None and not reader.complete:
+                    is_usage_noted = True
+                    await self.calls.note_usage(row, reader.usage)
+                if not reader.streamed:
+                    withheld, passed = passed, withheld
+                if passed:
+                    await _write(request, response, passed)
+        except ClientDisconnected:
+            await _read_on(upstream, redactor, reader, is_cancellation_pending=True)
+            raise
+        except asyncio.CancelledError:
+            if request.transport is None:  # the sandbox has left; otherwise its lease has ended, or the server stops
+                await _read_on(upstream, redactor, reader, is_cancellation_pending=False)
+            raise
         rest = reader.feed(redactor.end()) + reader.end()
         result.received_bytes += len(rest)
-        result.outcome = OUTCOME.OK  # received completely: a later disconnect of the sandbox does not change the outcome
+        _set_outcome(result, reader, is_end=True)  # a later disconnect of the sandbox does not change the outcome
         if caller.has_usd_limit:
             await self.calls.database.run(settlement.settle_call, row, result, now=self.calls.now())
-        await await_write(response.write(withheld + rest))
+        await _write(request, response, withheld + rest)
         await await_write(response.write_eof())
         return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+    """Write a part of a response, with its headers before the first part.
+
+    Before, an upstream that fails can still be reported by a status. Raise ClientDisconnected."""
+    if not response.prepared:
+        await await_write(response.prepare(request))
+    await await_write(response.write(content))
+
+
+def _set_outcome(result: CallResult, reader: UsageReader, *, is_end: bool = False) -> None:
+    """Derive the outcome from the part of a response that was read."""
+    if reader.has_failed:
+        result.outcome, result.code = OUTCOME.FAILED, STREAM_ERROR_CODE if reader.streamed else ANSWER_ERROR_CODE
+    elif reader.complete or (is_end and not reader.is_incomplete):
+        result.outcome = OUTCOME.OK
+    elif is_end:
+        result.outcome, result.code = OUTCOME.FAILED, STREAM_INCOMPLETE_CODE
+
+
+async def _read_on(
+    upstream: aiohttp.ClientResponse, redactor: SecretRedactor, reader: UsageReader, *, is_cancellation_pending: bool
+) -> None:
+    """Read a response without a reader until its usage is known, for at most READ_ON_SECONDS. Errors end the reading.
+
+    The handler of a connection that breaks is cancelled once; `is_cancellation_pending` if that is still to come. Any other
+    cancellation, by the end of the lease or of the server, ends the reading at once."""
+    deadline = asyncio.get_running_loop().time() + READ_ON_SECONDS
+    while True:
+        try:
+            with suppress(TimeoutError, aiohttp.ClientError, OSError):  # the call is closed with the usage so far
+                async with asyncio.timeout_at(deadline):
+                    await _read_until_usage(upstream, redactor, reader)
+            return
+        except asyncio.CancelledError:
+            if not is_cancellation_pending:
+                raise
+            is_cancellation_pending = False
+
+
+async def _read_until_usage(upstream: aiohttp.ClientResponse, redactor: SecretRedactor, reader: UsageReader) -> None:
+    while not (reader.usage.is_final or reader.complete or reader.has_failed):
+        if not (chunk := await upstream.content.readany()):
+            reader.feed(redactor.end())
+            reader.end()
+            return
+        reader.feed(redactor.feed(chunk))
 
 
 def _parse_body(path: str, content: bytes) -> tuple[SanitizedRequest, TokenEstimate]:
@@ -241,37 +310,16 @@ def _report_upstream_failure(request: web.Request, result: CallResult, status: i
     return build_error_response(status, result.code, message)
 
 
-async def _translate_error(response: aiohttp.ClientResponse, result: CallResult) -> web.Response:
-    """Build the response for the sandbox to an error of the upstream, without credentials and without its internals."""
-    result.outcome, result.code = OUTCOME.FAILED, f"upstream_{response.status}"
-    content = await _read_prefix(response, MAX_ERROR_BYTES + len(settings.LLM_API_KEY))
-    passed = {name: response.headers[name] for name in ("Content-Type", "Retry-After") if name in response.headers}
-    has_secret = _has_secret(content) or _has_secret(" ".join(passed.values()).encode())
-    if response.status in PASSED_ERROR_STATUSES and not has_secret:
-        return web.Response(status=response.status, body=content[:MAX_ERROR_BYTES], headers=passed)
-    log.warning("upstream refused a call", status=response.status, body=_redact(content)[:500])
-    if response.status in (401, 403, 407):
-        message = "The model's provider rejected the control plane's credentials."
-    else:
-        message = f"The model's provider answered {response.status}."
-    return build_error_response(502, result.code, message)
-
-
-async def _read_prefix(response: aiohttp.ClientResponse, size: int) -> bytes:
-    """Read up to the first `size` bytes of a response body."""
-    content = b""
-    while len(content) < size and (chunk := await response.content.read(size - len(content))):
-        content += chunk
-    return content
-
-
-def _has_secret(content: bytes) -> bool:
-    return SecretRedactor(settings.LLM_API_KEY).redact(content) != content
-
-
-def _redact(content: bytes) -> str:
-    text = SecretRedactor(settings.LLM_API_KEY).redact(content).decode("utf-8", "replace")
-    return text.replace(settings.LLM_API_KEY, "********") if settings.LLM_API_KEY else text
+def _report_undecoded(request: web.Request, result: CallResult, encoding: str) -> web.Response:
+    """Build the response to an answer that cannot be decoded. The upstream has charged for it, so SDKs must not repeat it."""
+    result.outcome, result.status, result.code = OUTCOME.CUT, 502, "answer_not_decoded"
+    kind = f"the content encoding {encoding[:40]!r}" if encoding else "a content encoding"
+    message = (
+        f"The upstream answered in {kind}, which could not be decoded. Do not repeat the call: it was answered and charged."
+    )
+    answer = _report_upstream_failure(request, result, 502, message)
+    answer.headers["x-should-retry"] = "false"
+    return answer
 
 
 async def _stream_events(request: web.Request, events: list[Any]) -> web.StreamResponse:

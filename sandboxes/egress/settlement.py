@@ -79,8 +79,9 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
     assignments = [f"{name} = %s" for name in changes]
     assignments += [f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END" for name in metered]
     change = f"{', '.join(assignments)} WHERE id = %s AND ended_at IS NULL"
+    closed = bool(sql.update(LlmCall, change, *changes.values(), *_prepare(metered), row.pk))
     result.is_settled = True
-    return bool(sql.update(LlmCall, change, *changes.values(), *_prepare(metered), row.pk))
+    return closed
 
 
 def note_usage(row: LlmCall, usage: TokenUsage) -> None:
@@ -122,7 +123,7 @@ def _price_result(row: LlmCall, result: CallResult) -> CallPrice | None:
     usage = result.usage
     names = model_pricing.find_candidate_names(usage.model if usage else "", row.requested_model or row.model)
     rates = model_pricing.load_rates(names, at=row.started_at)
-    if usage and usage.is_complete and result.outcome == LlmCall.Outcome.OK:
+    if usage and usage.is_complete:
         price = rates.price(usage.counts, usage.tier)
         if price is not None and (price.rates or not usage.counts):
             return CallPrice(price.usd, Priced.RATE if price.complete else Priced.ESTIMATE, price.rates)

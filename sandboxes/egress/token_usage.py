@@ -102,13 +102,15 @@ class TokenUsage:
         self.document = self._merged if _is_storable(self._merged) else None
 
     def _read_cost(self) -> None:
-        """Read the cost that LiteLLM, OpenRouter or xAI state in the usage."""
+        """Read the cost that LiteLLM, OpenRouter, Perplexity or xAI state in the usage."""
         cost, ticks = self._merged.get("cost"), self._merged.get("cost_in_usd_ticks")
+        if isinstance(cost, dict):
+            cost = cost.get("total_cost")  # Perplexity: beside its parts
         if self._merged.get("is_byok") is True:  # OpenRouter: the cost is its fee, without the price of the vendor
             return
         if cost is None and isinstance(ticks, int) and not isinstance(ticks, bool):
             cost = Decimal(ticks) / XAI_TICKS_PER_USD
-        if cost is not None and not isinstance(cost, dict | list):
+        if cost is not None:
             self.cost = parse_usd(cost)
             self.has_refused_counts |= self.cost is None
 
@@ -132,7 +134,7 @@ class UsageReader:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether the stream has neither a final event nor a reason to stop so far."""
+        """Absence of a final event and of a reason to stop, in a stream that was read so far."""
         return self.streamed and not (self.complete or self._has_stopped or self._has_overflowed)
 
     def feed(self, chunk: bytes) -> bytes:

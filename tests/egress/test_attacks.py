@@ -458,7 +458,9 @@ def test_credential_quoted_by_the_upstream_is_redacted(scene: AttackScene, capfd
         assert ("before" in reply and "after" in reply) == (status == 200), name
     rows = scene.egress.settled(2 * len(cases))
     assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
-    expected = [(EVE, "ok" if status == 200 else "failed", None) for status, _ in cases for _ in range(2)]
+    # The event of the streams is an error.
+    outcomes = ["ok" if status == 200 and "event-stream" not in name else "failed" for status, name in cases]
+    expected = [(EVE, outcome, None) for outcome in outcomes for _ in range(2)]
     assert [(row.agent_did, row.outcome, row.cost) for row in rows] == expected
     assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + scene.egress.log.read_text()
     assert UPSTREAM_API_KEY not in "".join(capfd.readouterr())

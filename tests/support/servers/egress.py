@@ -86,7 +86,7 @@ class FakeUpstream:
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.status, self.headers = 200, {"x-litellm-response-cost": "0.0000123"}
-        self.body = json.dumps(COMPLETION_RESPONSE).encode()
+        self.body, self.content_type = json.dumps(COMPLETION_RESPONSE).encode(), "application/json"
         self.answer = self._answer
         self.url = ""
 
@@ -103,7 +103,7 @@ class FakeUpstream:
         return await self.answer(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(status=self.status, headers={"Content-Type": "application/json", **self.headers}, body=self.body)
+        return web.Response(status=self.status, headers={"Content-Type": self.content_type, **self.headers}, body=self.body)
 
 
 @contextmanager

@@ -1,19 +1,25 @@
 """Egress server: authorization, credentials, call log, streaming and limits of model calls."""
 
 import asyncio
+import gzip
 import json
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
+from email.message import Message
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from socket import SHUT_RDWR
 from typing import Any
 
+import brotli
 import pytest
 from aiohttp import web
+from backports import zstd
 from django.db import OperationalError, connection, transaction
 
 from billing import budgets
@@ -22,7 +28,7 @@ from leases import execution, leasing, one_shot, sweeps
 from leases.models import EnvironmentType, Lease
 from leases.one_shot import OneShotRequest
 from sandboxes.db import sql as rows
-from sandboxes.egress import authorization, settlement
+from sandboxes.egress import authorization, model_calls, settlement
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.egress.estimates import TokenEstimate
 from sandboxes.egress.refusals import CallRefused
@@ -101,15 +107,33 @@ def wait_until_closed() -> None:
     wait_until(lambda: not calls.exists(), "all calls are closed", within=60, every=0.005)
 
 
+def post_for_headers(path: Path, body: Any) -> tuple[int, Message, bytes]:
+    """Send a request. Return (status, headers, content)."""
+    connection = connect(path)
+    try:
+        connection.request("POST", CHAT_PATH, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read()
+    finally:
+        connection.close()
+    wait_until_closed()
+    return answer.status, answer.headers, content
+
+
 @contextmanager
-def begin_call(path: Path, **fields: Any) -> Iterator[HTTPConnection]:
+def begin_call(path: Path, url: str = CHAT_PATH, **fields: Any) -> Iterator[HTTPConnection]:
     """Send a request. Disconnect and wait until its call is closed at the end of the block."""
     connection = connect(path)
-    connection.request("POST", CHAT_PATH, json.dumps(COMPLETION_REQUEST | fields), {"Content-Type": "application/json"})
+    connection.request("POST", url, json.dumps(COMPLETION_REQUEST | fields), {"Content-Type": "application/json"})
     yield connection
     connection.sock.close()
     connection.close()
     wait_until_closed()
+
+
+async def notices_disconnect() -> bool:
+    """Return whether the server has cancelled a handler."""
+    return any(task.cancelling() for task in asyncio.all_tasks())
 
 
 def set_policy(sandbox: Sandbox, **rules: Any) -> None:
@@ -278,12 +302,78 @@ def test_call_with_tokens_out_of_range_is_answered_and_marked(upstream: FakeUpst
 
 
 def test_upstream_error_is_recorded_and_reveals_nothing(upstream: FakeUpstream, socket_path: Path) -> None:
-    for status, shown in {500: 502, 401: 502, 403: 502, 302: 502, 429: 429, 400: 400}.items():
+    for status, shown in {500: 502, 401: 502, 403: 502, 302: 502, 504: 504, 429: 429, 400: 400}.items():
         upstream.status, upstream.body = status, b'{"error": {"message": "xyzzy"}}'
         answer, reply = post(socket_path, COMPLETION_REQUEST)
         row = LlmCall.objects.latest("pk")
-        assert (answer, row.outcome, row.code, row.status) == (shown, "failed", f"upstream_{status}", status)
-        assert ("xyzzy" in json.dumps(reply)) == (shown == status), status
+        assert (answer, row.outcome, row.code, row.status) == (shown, "failed", f"upstream_{status}", shown)
+        assert ("xyzzy" in json.dumps(reply)) == (status in (400, 429)), status
+
+
+@pytest.mark.parametrize("status", [429, 503, 529])
+def test_overload_of_the_upstream_reaches_the_sandbox_as_the_vendor_sent_it(
+    status: int, upstream: FakeUpstream, socket_path: Path
+) -> None:
+    told = {
+        "Retry-After": "17", "retry-after-ms": "17250", "x-should-retry": "true", "x-ratelimit-remaining-requests": "0",
+        "anthropic-ratelimit-tokens-reset": "2026-11-28T10:00:00Z",
+    }  # fmt: skip
+    secret = {"x-ratelimit-key": "sk-secret", "x-ratelimit-long": "9" * 500, "x-ratelimit-name": "é"}
+    upstream.status, upstream.headers = status, told | secret | {"Set-Cookie": "a=b", "request-id": "r", "Server": "vendor"}
+    upstream.body = b'{"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}'
+    answer, headers, content = post_for_headers(socket_path, COMPLETION_REQUEST)
+    assert (answer, json.loads(content)["error"]["type"]) == (status, "overloaded_error")
+    assert {name: headers[name] for name in told} == told
+    assert not {"set-cookie", "request-id", *secret} & {name.lower() for name in headers} and headers["Server"] != "vendor"
+    assert LlmCall.objects.values_list("status", "outcome", "code").get() == (status, "failed", f"upstream_{status}")
+
+
+def test_retry_and_rate_limit_headers_of_other_answers_are_passed_on(upstream: FakeUpstream, socket_path: Path) -> None:
+    upstream.headers = {"x-ratelimit-remaining-tokens": "5", "x-should-retry": "false", "x-litellm-model-id": "m"}
+    for status, shown in {200: 200, 401: 502, 500: 502}.items():
+        upstream.status = status
+        answer, headers, _ = post_for_headers(socket_path, COMPLETION_REQUEST)
+        assert (answer, headers["x-ratelimit-remaining-tokens"], headers["x-should-retry"]) == (shown, "5", "false")
+        assert "x-litellm-model-id" not in headers
+
+
+def test_cost_header_without_a_cost_is_no_refused_amount(upstream: FakeUpstream, socket_path: Path) -> None:
+    upstream.headers = {"x-litellm-response-cost": "None"}
+    assert post(socket_path, COMPLETION_REQUEST)[0] == 200
+    assert LlmCall.objects.values_list("cost", "code", "outcome").get() == (None, "", "ok")
+
+
+# --- encodings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compress"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("br", brotli.compress), ("zstd", zstd.compress)],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_compressed_answer_is_decoded_and_metered(
+    streamed: bool, encoding: str, compress: Callable[[bytes], bytes], upstream: FakeUpstream, socket_path: Path
+) -> None:
+    whole = events(PIECE, TOKENS, b"[DONE]") if streamed else json.dumps(COMPLETION_RESPONSE).encode()
+    upstream.body = compress(whole)
+    upstream.headers = {"Content-Encoding": encoding}
+    upstream.content_type = "text/event-stream" if streamed else "application/json"
+    wants = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    answer, headers, content = post_for_headers(socket_path, COMPLETION_REQUEST | wants)
+    assert (answer, content, headers.get("Content-Encoding")) == (200, whole, None)
+    assert LlmCall.objects.values_list("outcome", "output_tokens").get() == ("ok", 4 if streamed else 7)
+
+
+def test_answer_that_cannot_be_decoded_is_charged_and_not_repeated(upstream: FakeUpstream, socket_path: Path) -> None:
+    for encoding, body in (("compress", b"x"), ("gzip, br", b"x"), ("gzip", b"not gzip at all"), ("br", b"\xff" * 99)):
+        upstream.headers, upstream.body = {"Content-Encoding": encoding}, body
+        answer, headers, content = post_for_headers(socket_path, COMPLETION_REQUEST)
+        error = json.loads(content)["error"]
+        assert (answer, headers["x-should-retry"], error["code"]) == (502, "false", "answer_not_decoded"), encoding
+        assert encoding in error["message"]
+        row = LlmCall.objects.latest("pk")
+        assert (row.outcome, row.status, row.code, row.cost) == ("cut", 502, "answer_not_decoded", None)
+        assert row.first_byte_at is not None and row.input_tokens is None
 
 
 def test_upstream_error_containing_the_credential_is_not_passed_on(upstream: FakeUpstream, socket_path: Path) -> None:
@@ -350,6 +440,67 @@ def test_stream_is_passed_on_and_metered(asked_for: bool, upstream: FakeUpstream
     assert row.received_bytes == len(reply)
 
 
+def test_stream_options_of_the_caller_are_merged(upstream: FakeUpstream, socket_path: Path) -> None:
+    upstream.answer = streaming(events(PIECE, TOKENS, b"[DONE]"))
+    options = {"include_obfuscation": False, "include_usage": False}
+    post(socket_path, {**COMPLETION_REQUEST, "stream": True, "stream_options": options})
+    assert upstream.requests[0][2]["stream_options"] == {"include_obfuscation": False, "include_usage": True}
+
+
+MESSAGE_START = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
+MESSAGE_PIECE = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("url", "last", "code"),
+    [
+        (CHAT_PATH, {"error": {"message": "overloaded"}}, "stream_error"),
+        (CHAT_PATH, None, "stream_incomplete"),
+        ("/v1/messages", {"type": "error", "error": {"type": "overloaded_error", "message": "x"}}, "stream_error"),
+        ("/v1/messages", None, "stream_incomplete"),
+        ("/v1/responses", {"type": "error", "code": "server_error", "message": "x"}, "stream_error"),
+        ("/v1/responses", {"type": "response.failed", "response": {"status": "failed"}}, "stream_error"),
+        ("/v1/responses", None, "stream_incomplete"),
+    ],
+)
+def test_stream_that_ends_with_an_error_or_without_its_end_has_failed(
+    url: str, last: Any, code: str, upstream: FakeUpstream, socket_path: Path
+) -> None:
+    pieces: dict[str, list[Any]] = {
+        CHAT_PATH: [PIECE, PIECE],
+        "/v1/messages": [MESSAGE_START, MESSAGE_PIECE],
+        "/v1/responses": [{"type": "response.output_text.delta", "delta": "a"}],
+    }
+    whole = events(*pieces[url], *([last] if last else []))
+    upstream.answer = streaming(whole)
+    body = {**COMPLETION_REQUEST, "input": "hi", "max_tokens": 9, "stream": True}
+    assert post(socket_path, body, url) == (200, whole)
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.status, row.code) == ("failed", 200, code)
+    assert row.input_tokens == (5 if url == "/v1/messages" else None)
+
+
+def test_disconnect_after_an_error_event_is_a_failed_stream(upstream: FakeUpstream, socket_path: Path) -> None:
+    whole = events(PIECE, {"error": {"message": "overloaded"}})
+    upstream.answer = streaming(whole, hang=True)
+    with begin_call(socket_path, stream=True) as connection:
+        assert connection.getresponse().read(len(whole)) == whole
+    assert LlmCall.objects.values_list("outcome", "code").get() == ("failed", "stream_error")
+
+
+def test_stream_with_a_reason_to_stop_needs_no_final_event(upstream: FakeUpstream, socket_path: Path) -> None:
+    stopped = {"model": "m", "choices": [{"delta": {}, "finish_reason": "stop"}]}
+    upstream.answer = streaming(events(PIECE, stopped, TOKENS))
+    assert post(socket_path, {**COMPLETION_REQUEST, "stream": True})[0] == 200
+    assert LlmCall.objects.values_list("outcome", "code", "output_tokens").get() == ("ok", "", 4)
+
+
+def test_error_with_status_200_has_failed(upstream: FakeUpstream, socket_path: Path) -> None:
+    upstream.body = b'{"error": {"message": "no provider", "code": 503}}'
+    assert post(socket_path, COMPLETION_REQUEST) == (200, json.loads(upstream.body))
+    assert LlmCall.objects.values_list("outcome", "code").get() == ("failed", "answer_error")
+
+
 def test_anthropic_stream_is_metered(upstream: FakeUpstream, socket_path: Path) -> None:
     start = {"type": "message_start", "message": {"model": "c", "usage": {"input_tokens": 5, "output_tokens": 1}}}
     whole = events(start, {"type": "message_delta", "usage": {"output_tokens": 9}}, {"type": "message_stop"})
@@ -371,8 +522,10 @@ def test_response_is_not_stored_upstream(upstream: FakeUpstream, socket_path: Pa
 
 
 def test_client_disconnect_cuts_the_stream_and_the_upstream_call(
-    upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread
+    upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The upstream sends nothing more, so the time for which the stream is read on passes."""
+    monkeypatch.setattr(model_calls, "READ_ON_SECONDS", 0.01)
     gone = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -389,6 +542,69 @@ def test_client_disconnect_cuts_the_stream_and_the_upstream_call(
     assert (row.outcome, row.code) == ("cut", "not_read_to_its_end")
 
 
+@pytest.mark.parametrize("url", [CHAT_PATH, "/v1/messages"])
+def test_usage_that_comes_after_a_disconnect_is_counted(
+    url: str, upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread
+) -> None:
+    left = asyncio.Event()
+    first, rest = {
+        CHAT_PATH: ([PIECE], [PIECE, {"model": "m", "choices": [{"delta": {}, "finish_reason": "stop"}]}, TOKENS]),
+        "/v1/messages": (
+            [MESSAGE_START, MESSAGE_PIECE],
+            [MESSAGE_PIECE, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 4}}],
+        ),
+    }[url]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(events(*first))
+        await left.wait()
+        for event in rest:
+            await response.write(events(event))
+        await asyncio.sleep(60)
+        return response
+
+    upstream.answer = answer
+    with begin_call(socket_path, url, max_tokens=9, stream=True) as connection:
+        assert connection.getresponse().read(10)
+        connection.sock.shutdown(SHUT_RDWR)
+        wait_until(lambda: loop.run(notices_disconnect()), "the server notices the disconnect")
+        loop.loop.call_soon_threadsafe(left.set)
+    row = LlmCall.objects.get()
+    assert (row.outcome, row.code, row.output_tokens) == ("cut", "not_read_to_its_end", 4)
+    assert row.received_bytes == len(events(*first))
+
+
+def test_stream_without_a_reader_ends_with_its_lease(
+    upstream: FakeUpstream, lease: Lease, socket_path: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_calls, "READ_ON_SECONDS", 600.0)
+    upstream.answer = streaming(events(PIECE), hang=True)
+    with begin_call(socket_path, stream=True) as connection:
+        assert connection.getresponse().read(10)
+        connection.sock.shutdown(SHUT_RDWR)
+        wait_until(lambda: loop.run(notices_disconnect()), "the server notices the disconnect")
+        leasing.release(lease.pk, now=NOW)
+    assert LlmCall.objects.values_list("outcome", "code").get() == ("cut", "lease_ended")
+
+
+def test_stream_without_a_reader_ends_with_the_server(
+    upstream: FakeUpstream, sandbox: Sandbox, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_calls, "READ_ON_SECONDS", 600.0)
+    upstream.answer = streaming(events(PIECE), hang=True)
+    assert sandbox.slot is not None
+    with run_server(loop, slot=sandbox.slot, server=EgressServer(now=lambda: NOW)) as path:
+        connection = connect(path)
+        body = json.dumps(COMPLETION_REQUEST | {"stream": True})
+        connection.request("POST", CHAT_PATH, body, {"Content-Type": "application/json"})
+        assert connection.getresponse().read(10)
+        connection.sock.shutdown(SHUT_RDWR)
+        wait_until(lambda: loop.run(notices_disconnect()), "the server notices the disconnect")
+    assert LlmCall.objects.values_list("outcome", "code").get() == ("cut", "not_read_to_its_end")
+
+
 def test_disconnect_while_the_row_is_written_leaves_no_open_call(
     upstream: FakeUpstream, socket_path: Path, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,14 +616,11 @@ def test_disconnect_while_the_row_is_written_leaves_no_open_call(
         assert noticed.wait(60)
         return found
 
-    async def leaving() -> bool:
-        return any(task.cancelling() for task in asyncio.all_tasks())
-
     monkeypatch.setattr(authorization, "open_model_call", slow)
     with begin_call(socket_path) as connection:
         assert written.wait(60)
         connection.sock.close()
-        wait_until(lambda: loop.run(leaving()), "the server notices the disconnect")
+        wait_until(lambda: loop.run(notices_disconnect()), "the server notices the disconnect")
         noticed.set()
     row = LlmCall.objects.get()
     assert (row.outcome, row.code, upstream.requests) == ("cut", "not_read_to_its_end", [])

@@ -293,7 +293,8 @@ def test_service_tier_is_read_and_standard_tiers_are_empty(documents: list[dict[
         ({"cost": 1.5e-07}, "0.00000015", False),
         ({"cost": 0}, "0", False),
         ({"cost": None}, None, False),
-        ({"cost": {"total_cost": 1}}, None, False),
+        ({"cost": {"input_tokens_cost": 0.001, "total_cost": 0.003}}, "0.003", False),  # Perplexity
+        ({"cost": {"currency": "USD"}}, None, False),
         ({"cost": -1}, None, True),
         ({"cost": "much"}, None, True),
         ({"cost_in_usd_ticks": 37_756_000}, "0.0037756", False),  # xAI: 10^10 ticks are a dollar

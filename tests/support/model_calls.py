@@ -11,6 +11,7 @@ from sandboxes.egress.settlement import CallResult
 from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import NOW
+from tests.support.waiting import wait_until
 
 CHAT_PATH = "/v1/chat/completions"
 MODEL = "gpt-4o-mini"  # allowed by default
@@ -38,3 +39,9 @@ def close_call(row: LlmCall, tokens: int | None = 1000, *, now: datetime = NOW, 
     settlement.settle_call(row, result, now=now)
     row.refresh_from_db()
     return row
+
+
+def wait_until_closed() -> None:
+    """Wait until all calls of a server are settled, which happens shortly after the response has been read."""
+    calls = LlmCall.objects.filter(outcome="open", status=None, call_id__regex="^[0-9a-f]{32}$")
+    wait_until(lambda: not calls.exists(), "all calls are closed", within=60, every=0.005)

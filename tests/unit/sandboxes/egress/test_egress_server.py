@@ -39,6 +39,7 @@ from sandboxes.providers.memory import ProgramResult
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.model_calls import wait_until_closed
 from tests.support.model_rates import create_rates
 from tests.support.servers import egress
 from tests.support.servers.egress import (
@@ -56,55 +57,10 @@ pytestmark = pytest.mark.django_db(transaction=True)
 SMALL = TokenEstimate(3, 9)
 
 
-@pytest.fixture
-def loop() -> Iterator[EventLoopThread]:
-    loop = EventLoopThread()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture
-def upstream(settings, loop: EventLoopThread) -> Iterator[FakeUpstream]:
-    with loop.run_context(FakeUpstream().listening()) as upstream:
-        settings.LLM_URL, settings.LLM_API_KEY = upstream.url, "sk-secret"
-        yield upstream
-
-
-@pytest.fixture(autouse=True)
-def short_paths(settings, tmp_path_factory: pytest.TempPathFactory) -> None:
-    settings.RUNTIME_DIR = tmp_path_factory.mktemp("r")
-    settings.EGRESS_DIR = settings.RUNTIME_DIR / "egress"
-
-
-@pytest.fixture
-def lease(transactional_db: None, grant) -> Lease:
-    found: Lease = grant()
-    execution.exec_command(found.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
-    return found
-
-
-@pytest.fixture
-def sandbox(lease: Lease) -> Sandbox:
-    return Sandbox.objects.get(holder=lease.pk)
-
-
-@pytest.fixture
-def socket_path(sandbox: Sandbox, loop: EventLoopThread) -> Iterator[Path]:
-    assert sandbox.slot is not None
-    with run_server(loop, slot=sandbox.slot, server=EgressServer(now=lambda: NOW)) as path:
-        yield path
-
-
 def post(path: Path, body: Any, url: str = CHAT_PATH, **headers: str) -> tuple[int, Any]:
     answer = egress.post(path, body, url, **headers)
     wait_until_closed()
     return answer
-
-
-def wait_until_closed() -> None:
-    """Wait until all calls are settled, which happens shortly after the response has been read."""
-    calls = LlmCall.objects.filter(outcome="open", status=None, call_id__regex="^[0-9a-f]{32}$")
-    wait_until(lambda: not calls.exists(), "all calls are closed", within=60, every=0.005)
 
 
 def post_for_headers(path: Path, body: Any) -> tuple[int, Message, bytes]:

@@ -35,19 +35,6 @@ ACCEPT = {"Accept": "application/json, text/event-stream"}
 
 
 @pytest.fixture
-def loop() -> Iterator[EventLoopThread]:
-    loop = EventLoopThread()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(autouse=True)
-def short_paths(settings: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    settings.RUNTIME_DIR = tmp_path_factory.mktemp("r")
-    settings.EGRESS_DIR = settings.RUNTIME_DIR / "egress"
-
-
-@pytest.fixture
 def lease(transactional_db: None, grant: Callable[..., Lease]) -> Lease:
     found = grant(expiry_conditions=["task.complete"])
     execution.exec_command(found.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)

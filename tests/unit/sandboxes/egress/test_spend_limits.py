@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from decimal import Decimal
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +107,8 @@ def call(socket_path: Path, body: Any, path: str) -> int:
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        try:
+        with suppress(HTTPException, OSError):
             answer.read()
-        except (egress.HTTPException, OSError):
-            pass
         return answer.status
     finally:
         connection.close()

@@ -54,7 +54,6 @@ REASONS: Mapping[str, str] = {
     "sandboxes.ImageTemplate": CONFIGURED,
     "sandboxes.Installation": "one row",
     "sandboxes.LogPosition": "one row for each log file",
-    "sandboxes.TokenRate": CONFIGURED,
     "sandboxes.ObjectUpload": "deleted when its object is recorded, or by the prune sweep once it has expired",
     "sandboxes.OutputObject": "deleted by the sweep `outputs` after its last run",
     "sandboxes.PackAssignment": CONFIGURED,
@@ -66,6 +65,7 @@ REASONS: Mapping[str, str] = {
     "sandboxes.SigningKey": "verifies the tokens and the identity of an agent",
     "sandboxes.StoredOutput": "deleted with its run",
     "sandboxes.Sweep": BOUNDED,
+    "sandboxes.TokenRate": CONFIGURED,
     "sandboxes.Webhook": CONFIGURED,
     "sign_in.SignInThrottle": "deleted by further attempts to sign in, a day after the last attempt",
 }

@@ -1,8 +1,8 @@
 """Pricing of model calls by rates: amount = sum over the kinds of tokens of count x USD per million.
 
 Names. A rate states a model's name or a pattern. The names of a call are, in this order: the name in the response and the name
-in the request; both without the provider's prefix; all of these without a version suffix; all of these without a date. The
-rates of one pattern price all kinds of a call:
+in the request; both without everything up to the last "/"; all of these without the region and vendor of Bedrock; all of these
+without a version suffix; all of these without a date. The rates of one pattern price all kinds of a call:
 
 1. the rates of the first name that has rates of exactly that name,
 2. otherwise those of the longest pattern that matches the first name that any pattern matches,
@@ -39,7 +39,7 @@ RECORD_WAIT = timedelta(minutes=1)  # time for an upstream record to arrive befo
 ANY_MODEL = "*"
 
 # "us.anthropic." of Bedrock: parts without digits, so that "gpt-4.1" and "claude-v2.1" keep theirs.
-VENDOR_PARTS = re.compile(r"(?:(?:[a-z-]+|ai21)\.)+(?=[a-zA-Z])")
+VENDOR_PARTS = re.compile(r"^(?:(?:[a-z-]+|ai21)\.)+(?=[a-zA-Z])")
 VERSION_SUFFIX = re.compile(r"(?:-v\d+)?:\d+$")
 DATE_SUFFIX = re.compile(r"[-@](?:20\d\d-[01]\d-[0-3]\d|20\d\d[01]\d[0-3]\d)$")
 
@@ -187,15 +187,11 @@ def find_candidate_names(*models: str) -> list[str]:
     `models` are the names in the response and in the request. `openai/gpt-4o-2024-08-06` has the names
     `openai/gpt-4o-2024-08-06`, `gpt-4o-2024-08-06`, `openai/gpt-4o`, `gpt-4o`."""
     names = [model[:MAX_NAME_LENGTH] for model in models if model and "\0" not in model]  # PostgreSQL rejects NUL in text
-    names += [strip_provider(name) for name in names]
+    names += [name.rpartition("/")[2] for name in names]
+    names += [VENDOR_PARTS.sub("", name, count=1) for name in names]
     names += [VERSION_SUFFIX.sub("", name) for name in names]
     names += [DATE_SUFFIX.sub("", name) for name in names]
     return list(dict.fromkeys(filter(None, names)))
-
-
-def strip_provider(name: str) -> str:
-    """Return a name without everything up to the last "/", and without the region and the vendor of Bedrock."""
-    return VENDOR_PARTS.sub("", name.rpartition("/")[2], count=1) if name.rpartition("/")[2] else name
 
 
 def is_match(pattern: str, name: str) -> bool:

@@ -170,9 +170,10 @@ def test_estimate_covers_each_price_of_a_call_of_that_size() -> None:
         (
             ("bedrock/us.anthropic.claude-sonnet-4-5-20250929-v1:0",),
             [
-                "bedrock/us.anthropic.claude-sonnet-4-5-20250929-v1:0", "claude-sonnet-4-5-20250929-v1:0",
-                "bedrock/us.anthropic.claude-sonnet-4-5-20250929", "claude-sonnet-4-5-20250929",
-                "bedrock/us.anthropic.claude-sonnet-4-5", "claude-sonnet-4-5",
+                "bedrock/us.anthropic.claude-sonnet-4-5-20250929-v1:0", "us.anthropic.claude-sonnet-4-5-20250929-v1:0",
+                "claude-sonnet-4-5-20250929-v1:0", "bedrock/us.anthropic.claude-sonnet-4-5-20250929",
+                "us.anthropic.claude-sonnet-4-5-20250929", "claude-sonnet-4-5-20250929",
+                "bedrock/us.anthropic.claude-sonnet-4-5", "us.anthropic.claude-sonnet-4-5", "claude-sonnet-4-5",
             ],
         ),
         (("amazon.nova-pro-v1:0",), ["amazon.nova-pro-v1:0", "nova-pro-v1:0", "amazon.nova-pro", "nova-pro"]),

@@ -14,7 +14,7 @@ import structlog
 from sandboxes import claims
 from sandboxes.claims import Claim, Progress, hold
 from sandboxes.db.clock import Clock
-from sandboxes.db.connection_errors import CONNECTION_ERRORS, RetriesExhausted, retry_connection_errors
+from sandboxes.db.connection_errors import CONNECTION_ERRORS, NoFreeConnection, RetriesExhausted, retry_connection_errors
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +83,22 @@ def record_or_defer(record: Callable[[], object], message: str, *, clock: Clock,
         retry_connection_errors(record_in_order, message, clock=clock, **fields)
     except RetriesExhausted:
         DEFERRED.add(record, message, **fields)
+
+
+@contextmanager
+def end_if_unanswered(end: Callable[[], object], claim: object) -> Iterator[None]:
+    """Make a claim in the body. After a connection error of the database, call `end` as soon as the database responds.
+
+    The claim may have been committed before its answer was lost: the worker has given up, and no sweep takes the next step
+    before the deadline. `end` ends the claim of this worker alone, by the token that the worker chose before: it has no effect
+    if the claim was not made. `claim` names the claim in the log."""
+    try:
+        yield
+    except NoFreeConnection:  # nothing was sent
+        raise
+    except CONNECTION_ERRORS:
+        DEFERRED.add(end, "claim not ended", claim=str(claim))
+        raise
 
 
 @contextmanager

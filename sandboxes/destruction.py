@@ -17,7 +17,7 @@ from django.db.models.functions import Coalesce, Greatest, NullIf
 from sandboxes import quiescence, suspension
 from sandboxes.claims import CLAIM_TTL, Claim
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
-from sandboxes.deferred_writes import hold_in_flight
+from sandboxes.deferred_writes import end_if_unanswered, hold_in_flight
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import DESTROYED, DESTROYING, EDGES, SUSPENDED, advance, checkpoint
@@ -173,14 +173,15 @@ def destroy(pk: uuid.UUID, *, now: datetime, actor: str = "") -> bool:
     is_due = Q(deadline_at__lte=now, quarantined_at__isnull=True) & registry.filter_local()
     clock, token = clock_from(now), uuid.uuid4()
     deadline = now + CLAIM_TTL
-    claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
-        deadline_at=deadline, claimed_by=settings.INSTANCE, claim=token, tries=F("tries") + 1
-    )
+    claim = Claim(Sandbox.objects.filter(pk=pk, claim=token, state=DESTROYING), deadline=deadline, clock=clock)
+    with end_if_unanswered(claim.end, claim):
+        claimed = Sandbox.objects.filter(is_due, pk=pk, state=DESTROYING).update(
+            deadline_at=deadline, claimed_by=settings.INSTANCE, claim=token, tries=F("tries") + 1
+        )
     if not claimed:
         return False
-    rows = Sandbox.objects.filter(pk=pk, claim=token, state=DESTROYING)
     try:
-        with hold_in_flight(Claim(rows, deadline=deadline, clock=clock)) as claim:
+        with hold_in_flight(claim):
             sandbox = Sandbox.objects.select_related("pool").get(pk=pk)
             return _destroy_claimed(sandbox, claim, clock, actor=actor)
     except ClaimLost:

@@ -14,7 +14,7 @@ from django.db.models import Exists, F, OuterRef, Q, QuerySet
 from sandboxes import destruction, installation_marks, quiescence, suspension
 from sandboxes.claims import CLAIM_TTL, Claim
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
-from sandboxes.deferred_writes import hold_in_flight
+from sandboxes.deferred_writes import end_if_unanswered, hold_in_flight
 from sandboxes.errors import ClaimLost, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, EVICTING, SUSPENDED, WAITING, WARM, advance, checkpoint
@@ -63,14 +63,22 @@ def evict(
     token = uuid.uuid4()
     registry.require_local(sandbox)
     evictable = Q(holder__isnull=False, incarnation=sandbox.incarnation, lost_at__isnull=True)
-    for was in (WAITING, WARM, SUSPENDED):
-        if advance(
-            pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor,
-            guard=evictable & suspension.filter_unclaimed(now) & (guard or Q()),
-            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
-        ):  # fmt: skip
-            return finish_eviction(pk, token, now=now, actor=actor)
-    return False
+    claim = build_claim(token, clock=clock_from(now))
+    with end_if_unanswered(claim.end, claim):
+        claimed = any(
+            advance(
+                pk, was, EVICTING, now=now, code=code, reason=reason, actor=actor,
+                guard=evictable & suspension.filter_unclaimed(now) & (guard or Q()),
+                claim=token, claimed_by=settings.INSTANCE, deadline_at=claim.deadline, tries=1, idle_at=None,
+            )
+            for was in (WAITING, WARM, SUSPENDED)
+        )  # fmt: skip
+    return claimed and finish_eviction(pk, token, now=now, actor=actor)
+
+
+def build_claim(token: uuid.UUID, *, clock: Clock) -> Claim:
+    """Build the claim on the sandboxes in `evicting` that a worker claims, or has claimed, by this token."""
+    return Claim(Sandbox.objects.filter(claim=token, state=EVICTING), deadline=clock() + CLAIM_TTL, clock=clock)
 
 
 def request_eviction(pk: uuid.UUID, *, now: datetime, actor: str, reason: str, guard: Q | None = None) -> bool:

@@ -13,8 +13,8 @@ from django.db import transaction
 from django.db.models import Q
 
 from sandboxes import eviction, suspension
-from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.errors import ProviderCallFailed, SandboxBusy, SandboxLost
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, EVICTING, RUNNING, SUSPENDED, WAITING, WARM, advance, checkpoint
@@ -77,10 +77,13 @@ def restart(sandbox: Sandbox, *, code: TransitionReason, now: datetime, actor: s
     `sandbox` is the row as it was read: a sandbox that was used, suspended or restarted since is left alone."""
     clock, token = clock_from(now), uuid.uuid4()
     unchanged = Q(incarnation=sandbox.incarnation, state_since=sandbox.state_since, lost_at__isnull=True)
-    if not advance(
-        sandbox.pk, SandboxState(sandbox.state), EVICTING, now=now, code=code, actor=actor, guard=unchanged,
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=1, idle_at=None,
-    ):  # fmt: skip
+    claim = eviction.build_claim(token, clock=clock)
+    with end_if_unanswered(claim.end, claim):
+        claimed = advance(
+            sandbox.pk, SandboxState(sandbox.state), EVICTING, now=now, code=code, actor=actor, guard=unchanged,
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=claim.deadline, tries=1, idle_at=None,
+        )  # fmt: skip
+    if not claimed:
         return LOST_RACE
     checkpoint("restart claimed", sandbox)
     provider = registry.get_sandbox_provider(sandbox)

@@ -21,7 +21,7 @@ from django.db.models.functions import Greatest
 
 from sandboxes.claims import CLAIM_TTL, Claim, hold
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.deferred_writes import end_on_connection_error
+from sandboxes.deferred_writes import end_if_unanswered, end_on_connection_error
 from sandboxes.errors import ClaimLost, SandboxBusy, WorkspaceFull
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYED, RUNNING, SUSPENDED, WAITING, advance, checkpoint
@@ -86,11 +86,13 @@ def suspend(sandbox: Sandbox, *, now: datetime, actor: str = "") -> bool:
     # The measured use ends before the suspended time begins, which has a price of its own.
     readings.record_reading(sandbox, provider, now=now, min_cpu_micros=0)
     token, unchanged = uuid.uuid4(), Q(incarnation=sandbox.incarnation, state_since=sandbox.state_since)
-    claimed = advance(
-        sandbox.pk, WAITING, SUSPENDED, now=clock(), code=TransitionReason.IDLE, actor=actor,
-        guard=unchanged & _build_suspendable_filter(now), frozen=True, claim=token, claimed_by=settings.INSTANCE,
-        deadline_at=clock() + _get_ttl(provider),
-    )  # fmt: skip
+    claim = _build_claim(sandbox, token, clock)
+    with end_if_unanswered(claim.end, claim):
+        claimed = advance(
+            sandbox.pk, WAITING, SUSPENDED, now=clock(), code=TransitionReason.IDLE, actor=actor,
+            guard=unchanged & _build_suspendable_filter(now), frozen=True, claim=token, claimed_by=settings.INSTANCE,
+            deadline_at=clock() + _get_ttl(provider),
+        )  # fmt: skip
     if not claimed:
         return False
     checkpoint("suspension claimed", sandbox)
@@ -104,10 +106,16 @@ def continue_suspension(sandbox: Sandbox, *, now: datetime, actor: str = "") -> 
     clock, token = clock_from(now), uuid.uuid4()
     unchanged = Q(state_since=sandbox.state_since, claim=sandbox.claim, deadline_at=sandbox.deadline_at)
     provider = registry.get_sandbox_provider(sandbox)
-    claimed = Sandbox.objects.filter(unchanged, filter_unclaimed(now), pk=sandbox.pk, state=SUSPENDED).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + _get_ttl(provider)
-    )
+    claim = _build_claim(sandbox, token, clock)
+    with end_if_unanswered(claim.end, claim):
+        claimed = Sandbox.objects.filter(unchanged, filter_unclaimed(now), pk=sandbox.pk, state=SUSPENDED).update(
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=now + _get_ttl(provider)
+        )
     return bool(claimed) and _finish(sandbox, provider, token, now=clock(), actor=actor)
+
+
+def _build_claim(sandbox: Sandbox, token: uuid.UUID, clock: Clock) -> Claim:
+    return Claim(Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED), deadline=clock(), clock=clock)
 
 
 def _get_ttl(provider: Provider) -> timedelta:
@@ -118,7 +126,7 @@ def _finish(sandbox: Sandbox, provider: Provider, token: uuid.UUID, *, now: date
     """Freeze the processes or stop the sandbox, and end the claim. Returns whether the sandbox is suspended."""
     clock = clock_from(now)
     rows = Sandbox.objects.filter(pk=sandbox.pk, claim=token, state=SUSPENDED)
-    with end_on_connection_error(Claim(rows, deadline=now, clock=clock)):
+    with end_on_connection_error(_build_claim(sandbox, token, clock)):
         return _finish_claimed(sandbox, provider, token, rows, clock, actor=actor)
 
 

@@ -14,6 +14,7 @@ from django.db.models import Q, QuerySet
 from sandboxes.claims import RENEWAL_INTERVAL, Progress, hold
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.models import Host, Sweep
 from sandboxes.redaction.texts import redact
 
@@ -109,9 +110,10 @@ def run_recorded(
         if not is_first:
             return SweepResult({"still running": 1})
         token = uuid.uuid4()
-        if not _claim_pass(row, token, now=now, every=every, started_by=started_by):
-            return SweepResult({"left to another process": 1})
         running = RunningPass(Sweep.objects.filter(pk=row.pk, claim=token), clock, until=now + RUN_TTL)
+        with end_if_unanswered(running.end, row):
+            if not _claim_pass(row, token, now=now, every=every, started_by=started_by):
+                return SweepResult({"left to another process": 1})
         try:
             with hold(running):
                 result = _run(row, sweep, now=now, clock=clock)

@@ -25,7 +25,7 @@ from leases.models import Lease
 from leases.queue import running
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
-from sandboxes.deferred_writes import end_on_connection_error, record_or_defer
+from sandboxes.deferred_writes import end_if_unanswered, record_or_defer
 from sandboxes.egress import gateway_tokens
 from sandboxes.errors import ResultPending
 from sandboxes.guard import Guard, WrappedGuard
@@ -269,7 +269,7 @@ def _record_abandoned_run(row: AgentRun, clock: Clock) -> int:
     if run is None:
         note = "The control plane was interrupted before the command began."
         return own.update(state=AgentRunState.FAILED, ended_at=clock(), note=note)
-    with end_on_connection_error(claim):
+    with end_if_unanswered(claim.end, claim):
         if not own.update(recorder_deadline=row.recorder_deadline):
             return 0
     Recorder(row, clock=clock).record()

@@ -7,6 +7,7 @@ then on the sweep `pull_requests` continues what a crash interrupted."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from uuid import UUID
 
 import structlog
@@ -22,6 +23,7 @@ from leases.coding.protected_paths import ProtectedPaths
 from leases.errors import CodingTaskBusy, Conflict, RepositoryUnavailable
 from leases.models import Lease
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.providers.base import WORKSPACE, Provider
@@ -85,9 +87,10 @@ def _claim(task: CodingTask, clock: Clock) -> Iterator[Q]:
     """Claim the task, and yield the condition of the claim. Raise CodingTaskBusy."""
     now, until = clock(), clock() + MAX_SUBMISSION
     free = Q(busy_until__isnull=True) | Q(busy_until__lte=now)
-    if not CodingTask.objects.filter(free, pk=task.pk, ended_at__isnull=True).update(busy_until=until):
-        raise CodingTaskBusy()
     claim = Q(pk=task.pk, busy_until=until)
+    with end_if_unanswered(partial(CodingTask.objects.filter(claim).update, busy_until=None), task):
+        if not CodingTask.objects.filter(free, pk=task.pk, ended_at__isnull=True).update(busy_until=until):
+            raise CodingTaskBusy()
     try:
         yield claim
     finally:

@@ -266,7 +266,7 @@ class DataEvent(models.Model):
         FULL = "full"  # data limit of the agent exceeded
         CORRUPT = "corrupt"  # checksum of a stored copy does not match
         OLDER = "older_copy"  # newest copy unreadable, previous copy used
-        FOUND = "found"  # files that the database did not record were kept as a snapshot
+        FOUND = "found"  # files that the database did not record were kept, as a snapshot or as copies in /data
         DROPPED = "dropped"  # lost for good: changes that could not be stored, or stored state that no longer exists
 
     holder = models.UUIDField(null=True, blank=True)

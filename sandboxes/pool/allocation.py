@@ -20,6 +20,7 @@ from django.db.models import Q
 from sandboxes import eviction, providers, suspension
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.egress import slots
 from sandboxes.errors import (
     CapacityExhausted,
@@ -36,7 +37,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.models.names import build_name
-from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, start_breaker
+from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, start_breaker, starts
 from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.placement import MOVE_REASONS, START_ERRORS, Placement, PoolSearch, Skip, find_skip_reason
 from sandboxes.pool.starts import (
@@ -361,7 +362,8 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     sandbox.final_persist = request.final_persist
     assert sandbox.host
     start_breaker.require_closed(sandbox.host, now=now)  # before a sandbox is evicted for the place
-    with transaction.atomic(durable=True):
+    claim = starts.build_claim(sandbox, clock_from(now))
+    with end_if_unanswered(claim.end, claim), transaction.atomic(durable=True):
         terms = request.guard.fence()
         _record_placement(request, now=now)
         sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
@@ -436,8 +438,9 @@ def start_warm(pool: Pool, *, now: datetime) -> Sandbox | None:
     assert sandbox.host
     if start_breaker.is_open(sandbox.host, now=now):
         return None
+    claim = starts.build_claim(sandbox, clock)
     try:
-        with transaction.atomic(durable=True):
+        with end_if_unanswered(claim.end, claim), transaction.atomic(durable=True):
             locked = Pool.objects.select_for_update(no_key=True).get(pk=pool.pk)
             if (
                 prewarmed.find_unclaimed(locked).filter(state__in=(WARMING, WARM), host=sandbox.host).count()

@@ -11,6 +11,7 @@ by a sweep, which finds the rows whose intervals are too short: after a move of 
 not known, and after a crash between the call and the row. No renewal waits for a vendor."""
 
 from datetime import datetime, timedelta
+from functools import partial
 
 import structlog
 from django.db.models import DateTimeField, ExpressionWrapper, F, Q, QuerySet, Value
@@ -18,6 +19,7 @@ from django.db.models.lookups import LessThan
 
 from sandboxes import providers
 from sandboxes.db.clock import clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.engine_turns import EngineTurns, list_by_engine
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
@@ -113,10 +115,11 @@ def raise_short(sandbox: Sandbox, *, now: datetime) -> bool:
     until = now + CLAIM_TTL
     row = Sandbox.objects.filter(pk=sandbox.pk, incarnation=sandbox.incarnation, state__in=ALIVE_STATES)
     short = _build_short_filter(provider) & _build_unclaimed_filter(now)
-    if not row.filter(short).update(intervals_claimed_until=until):
-        return False
-    checkpoint("intervals claimed", sandbox)
     claimed = row.filter(intervals_claimed_until=until)
+    with end_if_unanswered(partial(claimed.update, intervals_claimed_until=None), sandbox):
+        if not row.filter(short).update(intervals_claimed_until=until):
+            return False
+    checkpoint("intervals claimed", sandbox)
     current = claimed.first()
     if current is None:
         return False

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from django.db.models import F, Q
 from sandboxes import destruction, eviction, installation_marks, process_restarts, providers
 from sandboxes.claims import CLAIM_TTL, RENEWAL_INTERVAL, Claim
 from sandboxes.db import dialect
-from sandboxes.db.clock import clock_from
-from sandboxes.deferred_writes import hold_in_flight
+from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import end_if_unanswered, hold_in_flight
 from sandboxes.egress import gateway_tokens, slots
 from sandboxes.errors import (
     CapacityExhausted,
@@ -70,12 +71,9 @@ def start_reserved(
     continues. Raises CapacityExhausted if the engine does not get any room."""
     clock = clock_from(now)
     provider = registry.get_sandbox_provider(sandbox)
-    assert sandbox.deadline_at is not None
     assert sandbox.host is not None
     host = sandbox.host
     own = Q(claim=sandbox.claim)
-    rows = Sandbox.objects.filter(own, pk=sandbox.pk, state=WARMING)
-    ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
 
     def give_up(failed: Exception, code: TransitionReason, reason: str) -> None:
         """Schedule the destruction of the sandbox, unless another process has the row: then no state of it is lost."""
@@ -84,7 +82,7 @@ def start_reserved(
             raise _build_overtaken_error(sandbox) from failed
 
     try:
-        with hold_in_flight(Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)) as claim:
+        with hold_in_flight(build_claim(sandbox, clock)) as claim:
             installation_marks.note_change(sandbox, WARMING)
             limits = _compute_limits(sandbox, provider, now=clock())  # from before the call: a lifetime never ends too late
             if sandbox.pending_since is None:
@@ -135,6 +133,14 @@ def start_reserved(
     if not is_woken:
         return sandbox  # with the values that were just written
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
+
+
+def build_claim(sandbox: Sandbox, clock: Clock) -> Claim:
+    """Build the claim on the start of a sandbox, by the token and the deadline in the object of its row."""
+    assert sandbox.deadline_at is not None
+    rows = Sandbox.objects.filter(claim=sandbox.claim, pk=sandbox.pk, state=WARMING)
+    ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
+    return Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)
 
 
 def _build_complete_spec(sandbox: Sandbox, provider: Provider, *, now: datetime) -> SandboxSpec:
@@ -191,8 +197,10 @@ def continue_pending(
         pk=sandbox.pk, state=WARMING, claim__isnull=True, pending_since__isnull=False, incarnation=sandbox.incarnation,
         deadline_at__gt=now,
     )  # fmt: skip
-    if not pending.update(claim=token, claimed_by=settings.INSTANCE, deadline_at=deadline):
-        return None
+    own = Sandbox.objects.filter(pk=sandbox.pk, state=WARMING, claim=token)
+    with end_if_unanswered(partial(own.update, claim=None, claimed_by="", deadline_at=sandbox.deadline_at), sandbox):
+        if not pending.update(claim=token, claimed_by=settings.INSTANCE, deadline_at=deadline):
+            return None
     claimed = Sandbox.objects.select_related("pool", "policy", "host").get(pk=sandbox.pk)
     return start_reserved(claimed, now=now, actor=actor, files=files or {})
 
@@ -388,7 +396,8 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     sandbox.ref, sandbox.claim, sandbox.slot = build_name(sandbox.pk, sandbox.incarnation), uuid.uuid4(), slot
     sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
     sandbox.deadline_at, sandbox.last_used_at = now + settings.SANDBOX_START_TIMEOUT, now
-    with transaction.atomic():  # the caller handles an IntegrityError
+    claim = build_claim(sandbox, clock_from(now))
+    with end_if_unanswered(claim.end, claim), transaction.atomic():  # the caller handles an IntegrityError
         claimed = advance(
             sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
             incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,

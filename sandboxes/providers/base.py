@@ -40,6 +40,9 @@ EGRESS_ENVIRONMENT = {
     "ANTHROPIC_API_KEY": "added-by-the-egress-proxy",
     "RELAY_URL": f"ws://{EGRESS_LOOPBACK_ADDRESS}/relay/",
 }
+# Variables from which nproc, OpenMP, Go, Python 3.13, Rayon and Cargo take the number of processors to use. Without them
+# programs start a thread for each processor of the host, because a CPU limit restricts the time, and not the processors.
+PROCESSOR_COUNT_VARIABLES = ("OMP_NUM_THREADS", "GOMAXPROCS", "PYTHON_CPU_COUNT", "RAYON_NUM_THREADS", "CARGO_BUILD_JOBS")
 GET_FILES_TIMEOUT = timedelta(minutes=9)  # beyond the time that the minimum rate of a stream grants
 MAX_SUSPEND_TIME = timedelta(minutes=2)  # of a `suspend` that stops the sandbox
 TEMPLATE_TAG_PREFIX = "leasehold-template/"  # of the names of the images of templates
@@ -596,6 +599,11 @@ class Provider(ABC):
 
         Returns `path` unchanged, except in providers without a separate file system."""
         return path
+
+
+def build_processor_counts(millicpus: int) -> dict[str, str]:
+    """Build the variables that tell programs how many threads to start: a CPU limit, rounded up to whole processors."""
+    return dict.fromkeys(PROCESSOR_COUNT_VARIABLES, str(max(-(-millicpus // 1000), 1)))
 
 
 def truncate_labels(labels: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import hashlib
 import tarfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -140,7 +140,7 @@ def fetch_changes(
     except TooLarge:
         raise DataFull("/data grew beyond its limit while it was being stored.") from None
     _refresh_stamps_after_read(sandbox, provider, diff)
-    changed_files = _index_tar(tar, set(diff.files))
+    changed_files = index_tar(tar, wanted=set(diff.files))
     to_upload = [
         file for file in changed_files.values() if diff.is_repack or file.digest != attachment.base.get(file.path, [0, ""])[1]
     ]
@@ -170,7 +170,10 @@ def _is_same_except_stamp(before: FileStat, after: FileStat) -> bool:
     return before._replace(stamp="") == after._replace(stamp="")
 
 
-def _index_tar(tar: BinaryIO, wanted: set[str]) -> dict[str, ChangedFile]:
+def index_tar(tar: BinaryIO, *, wanted: Collection[str] | None = None) -> dict[str, ChangedFile]:
+    """Return the regular files of a spooled tar by path, with their digests. `wanted`: of these paths alone.
+
+    Raise SandboxUnreadable if the tar is none that a sandbox sends."""
     tar.seek(0)
     if not is_plain_tar(tar):
         raise SandboxUnreadable("The sandbox sent a tar with unsupported members or headers.", cause=FailureCause.AGENT_FAILED)
@@ -178,7 +181,7 @@ def _index_tar(tar: BinaryIO, wanted: set[str]) -> dict[str, ChangedFile]:
     with tarfile.open(fileobj=tar, mode="r|", bufsize=CHUNK_BYTES) as members:
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else tarfile keeps every member in memory
-            if member.isreg() and member.name in wanted:
+            if member.isreg() and (wanted is None or member.name in wanted):
                 digest, content = hashlib.sha256(), FileSlice(tar, member.offset_data, member.size)
                 while chunk := content.read(CHUNK_BYTES):
                     digest.update(chunk)

@@ -8,7 +8,7 @@ import hashlib
 import lzma
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -115,7 +115,7 @@ def put_file(agent_did: str, path: str, source: IO[bytes], *, mode: int = 0o644,
         spool.seek(0)
         staged = StagedChanges(stack)
         staged.add(DataFile(path=path, kind="file", mode=mode, mtime=int(now.timestamp()), size_bytes=size), spool)
-        return _store_staged(agent_did, staged, now)
+        return store_staged(agent_did, staged, now)
 
 
 def load_tar(agent_did: str, source: IO[bytes], *, now: datetime) -> int:
@@ -130,7 +130,7 @@ def load_tar(agent_did: str, source: IO[bytes], *, now: datetime) -> int:
                 _add_member(staged, tar, member)
         except TAR_ERRORS as error:
             raise InvalidDataPath(f"The tar is invalid or truncated: {error}.") from error
-        return _store_staged(agent_did, staged, now)
+        return store_staged(agent_did, staged, now)
 
 
 def _add_member(staged: StagedChanges, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
@@ -171,7 +171,7 @@ def load_directory(agent_did: str, root: Path, *, now: datetime) -> int:
                     staged.add(row, source)
             else:
                 raise InvalidDataPath(f"{path!r} cannot be stored: it is not a regular file, directory or link.")
-        return _store_staged(agent_did, staged, now)
+        return store_staged(agent_did, staged, now)
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -181,8 +181,10 @@ def _walk(root: Path) -> Iterator[Path]:
             yield from _walk(path)
 
 
-def _store_staged(agent_did: str, staged: StagedChanges, now: datetime) -> int:
-    """Upload the staged content and update the rows. Return the number of changed paths."""
+def store_staged(agent_did: str, staged: StagedChanges, now: datetime, *, record: Callable[[], None] | None = None) -> int:
+    """Upload the staged content and update the rows. Return the number of changed paths.
+
+    `record` is called in the transaction that changes rows."""
     data = _require_synced(data_sync.ensure_agent_data(agent_did, now=now))
     if not _select_changed(staged.rows, _load_live_rows(data)):
         return 0
@@ -198,6 +200,8 @@ def _store_staged(agent_did: str, staged: StagedChanges, now: datetime) -> int:
             rows[parent] = DataFile(path=parent, kind="directory", mode=0o755, mtime=mtime)
         if rows:
             _upsert_rows(data, rows, staged.changed_files, now)
+            if record:
+                record()
     _collect_outdated(data)
     return len(rows)
 

@@ -55,9 +55,9 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: b
     than 30 s."""
     clock, attempts = clock_from(now), 0
     while _needs_pull(attachment := _ensure_attachment(sandbox, now=clock()), sandbox):
-        if pull.claim_pull(attachment, now=clock()):
+        if claim := pull.claim_pull(attachment, clock):
             try:
-                with hold_in_flight(pull.build_claim(attachment, clock)):
+                with hold_in_flight(claim):
                     pull.pull(attachment, sandbox, provider, clock, is_first=is_first)
                 break
             except pull.ObjectMissing:

@@ -12,6 +12,7 @@ from django.db.models import F, Q
 
 from sandboxes.claims import CLAIM_TTL, SelfGuardedClaim, note_progress, track_transfer
 from sandboxes.db.clock import Clock
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataObject
@@ -29,24 +30,22 @@ class ObjectMissing(StoreError):
     """An object is missing in the store: another sandbox may have stored newer versions since the rows were read."""
 
 
-def claim_pull(attachment: Attachment, *, now: datetime) -> bool:
-    """Claim the right to write into the sandbox. Return whether this call got it."""
+def claim_pull(attachment: Attachment, clock: Clock) -> SelfGuardedClaim | None:
+    """Claim the right to write into the sandbox. Return the claim if this call got it."""
+    now = clock()
     free = Q(pull_until__isnull=True) | Q(pull_until__lt=now)
-    deadline = now + CLAIM_TTL
-    claimed = Attachment.objects.filter(free, pk=attachment.pk, version=attachment.version).update(
-        version=F("version") + 1, pull_until=deadline
+    claim = SelfGuardedClaim(
+        Attachment.objects.filter(pk=attachment.pk), deadline=now + CLAIM_TTL, clock=clock, column="pull_until"
     )
-    if claimed:
-        attachment.version += 1
-        attachment.pull_until = deadline
-    return bool(claimed)
-
-
-def build_claim(attachment: Attachment, clock: Clock) -> SelfGuardedClaim:
-    """Build the claim on a pull that claim_pull has claimed."""
-    assert attachment.pull_until is not None
-    rows = Attachment.objects.filter(pk=attachment.pk)
-    return SelfGuardedClaim(rows, deadline=attachment.pull_until, clock=clock, column="pull_until")
+    with end_if_unanswered(claim.end, claim):
+        claimed = Attachment.objects.filter(free, pk=attachment.pk, version=attachment.version).update(
+            version=F("version") + 1, pull_until=claim.deadline
+        )
+    if not claimed:
+        return None
+    attachment.version += 1
+    attachment.pull_until = claim.deadline
+    return claim
 
 
 def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock, *, is_first: bool = False) -> None:

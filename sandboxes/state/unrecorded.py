@@ -2,14 +2,18 @@
 
 Its rows are those of an earlier time: a sandbox of a later incarnation may run, and a later snapshot may be stored. Both
 become snapshots of the lease that no wake reads by itself, because the state that the database records is the one that fits
-its runs, turns and costs. The agent or an operator may restore them."""
+its runs, turns and costs. The agent or an operator may restore them. Changes in /data become copies in `.conflicts`, for the
+same reason (sandboxes.state.unrecorded_data)."""
 
 import copy
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from uuid import UUID
 
+import structlog
 from django.conf import settings
 from django.db import transaction
 
@@ -21,14 +25,16 @@ from sandboxes.models.names import parse_name
 from sandboxes.models.state import DataEvent, Snapshot, SnapshotKind
 from sandboxes.providers.base import Provider, ProviderSandbox
 from sandboxes.providers.errors import Missing
-from sandboxes.state import uploads, workspace
+from sandboxes.state import merge, unrecorded_data, uploads, workspace
 from sandboxes.state.exact_tars import read_omissions
 from sandboxes.state.local_copies import digest_file
 from sandboxes.state.pruning import SNAPSHOT_OBJECTS
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 
+log = structlog.get_logger(__name__)
 STORED_NAME = "found in the store:"
+MAX_NOTED_EVENTS = 3  # a note has 500 characters
 
 
 def find_row(name: str) -> Sandbox | None:
@@ -45,24 +51,47 @@ def find_row(name: str) -> Sandbox | None:
 
 
 def recover(sandbox: Sandbox, provider: Provider, *, now: datetime) -> list[Snapshot]:
-    """Make snapshots of all files of a cold sandbox's lease that its row does not record. Idempotent.
+    """Make snapshots of all files of a cold sandbox's lease that its row does not record, and copies in /data. Idempotent.
 
     1. The sandboxes of other incarnations of the row, as far as this engine can list them.
     2. The snapshots in the store that have no row.
+    3. The objects of the agent's data that have no row.
 
-    Raise ProviderError, StoreError or WorkspaceFull if something was found and could not be kept."""
+    Raise ProviderError, StoreError or WorkspaceFull if something was found and could not be kept. If only the agent's data has
+    no room for the copies, an event says so: the sandbox or the object is left as it is."""
     assert sandbox.holder is not None
     clock, found = clock_from(now), list[Snapshot]()
     for listed in provider.list(str(sandbox.pool.owner)) if provider.can_list else ():
         parts = parse_name(listed.name)
-        if (
-            parts
-            and parts.pk == sandbox.pk
-            and listed.name != sandbox.ref
-            and (snapshot := store(sandbox, listed, provider, now=clock()))
-        ):
-            found.append(snapshot)
-    return [*found, *_recover_stored(sandbox, now=clock())]
+        if parts and parts.pk == sandbox.pk and listed.name != sandbox.ref:
+            with _reporting_full_data(sandbox, f"/data of {listed.name}", now=clock()):
+                _keep_data(sandbox, listed, provider, now=clock())
+            if snapshot := _store_workspace(sandbox, listed, provider, now=clock()):
+                found.append(snapshot)
+    found += _recover_stored(sandbox, now=clock())
+    with _reporting_full_data(sandbox, "Objects of /data in the store", now=clock()):
+        unrecorded_data.keep_from_store(sandbox.agent_did, sandbox.holder, now=clock())
+    return found
+
+
+@contextmanager
+def _reporting_full_data(sandbox: Sandbox, subject: str, *, now: datetime) -> Iterator[None]:
+    """Record once as an event that changes could not be kept because the agent's data has no room for them."""
+    try:
+        yield
+    except unrecorded_data.NOT_KEPT as failed:
+        detail = f"{subject}: changes that the database does not record are not kept elsewhere. {failed}"[:500]
+        if not DataEvent.objects.filter(holder=sandbox.holder, detail=detail).exists():
+            merge.record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.FOUND, detail=detail, now=now)
+
+
+def _keep_data(row: Sandbox, listed: ProviderSandbox, provider: Provider, *, now: datetime) -> None:
+    try:
+        if listed.suspended:
+            provider.resume(listed.ref)
+        unrecorded_data.keep_from_sandbox(row, listed.ref, listed.name, provider, now=now)
+    except Missing:
+        log.info("unrecorded sandbox gone", name=listed.name)
 
 
 def replace_missing(sandbox: Sandbox, provider: Provider, *, now: datetime) -> bool:
@@ -83,9 +112,15 @@ def replace_missing(sandbox: Sandbox, provider: Provider, *, now: datetime) -> b
 
 
 def store(row: Sandbox, listed: ProviderSandbox, provider: Provider, *, now: datetime) -> Snapshot | None:
-    """Store /workspace of a sandbox that its row does not record, as a snapshot of the row's holder. Idempotent.
+    """Store the files of a sandbox that its row does not record: /workspace as a snapshot of the row's holder. Idempotent.
 
-    Return None if the engine has no such files. Raise ProviderError, StoreError or WorkspaceFull."""
+    Return None if the engine has no such files. Raise ProviderError, StoreError, WorkspaceFull or one of
+    unrecorded_data.NOT_KEPT."""
+    _keep_data(row, listed, provider, now=now)
+    return _store_workspace(row, listed, provider, now=now)
+
+
+def _store_workspace(row: Sandbox, listed: ProviderSandbox, provider: Provider, *, now: datetime) -> Snapshot | None:
     parts = parse_name(listed.name)
     assert parts
     assert row.holder
@@ -115,8 +150,8 @@ def describe_found(sandbox: Sandbox) -> str:
     recorded = Snapshot.objects.filter(holder=sandbox.holder).exclude(kind=SnapshotKind.FOUND)
     if slept_at := recorded.order_by("-at").values_list("at", flat=True).first():
         events = events.filter(at__gt=slept_at)
-    found = events.first()
-    return f"The database has lost its last changes, and this workspace with them. {found.detail}" if found else ""
+    details = " ".join([*events.values_list("detail", flat=True)[:MAX_NOTED_EVENTS]][::-1])
+    return f"The database has lost its last changes, and this workspace with them. {details}" if details else ""
 
 
 def _recover_stored(sandbox: Sandbox, *, now: datetime) -> list[Snapshot]:

@@ -15,9 +15,9 @@ from django.db.models import Count, F, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
 
 from sandboxes import agent_shares, destruction, eviction, providers, suspension, sweep_log
-from sandboxes.claims import CLAIM_TTL, Claim
+from sandboxes.claims import CLAIM_TTL
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
-from sandboxes.deferred_writes import end_on_connection_error
+from sandboxes.deferred_writes import end_if_unanswered, end_on_connection_error
 from sandboxes.engine_turns import Engine, EngineTurns, alternate, list_by_engine
 from sandboxes.errors import CapacityPending, SandboxError, SandboxNotReady, WorkspaceFull
 from sandboxes.hosts import capacity, registry
@@ -92,10 +92,12 @@ def _evict_batch(on_engine: Q, size: int, result: SweepResult, *, now: datetime,
     """Evict up to `size` idle sandboxes in one state. Return their number."""
     for was in (WAITING, SUSPENDED, WARM):
         token = uuid.uuid4()
-        if claimed := claim_idle(was, token, now=now, limit=size, guard=on_engine):
-            rows = Sandbox.objects.filter(claim=token, state=EVICTING)
-            with end_on_connection_error(Claim(rows, deadline=now, clock=clock)):
-                agents = list(rows.values_list("pk", "agent_did"))
+        claim = eviction.build_claim(token, clock=clock)
+        with end_if_unanswered(claim.end, claim):
+            claimed = claim_idle(was, token, now=now, limit=size, guard=on_engine)
+        if claimed:
+            with end_on_connection_error(claim):
+                agents = list(Sandbox.objects.filter(claim=token, state=EVICTING).values_list("pk", "agent_did"))
             for pk, agent_did in agents:
                 with agent_shares.EVICTIONS.entering(agent_did):  # a claimed sandbox is evicted in any case
                     _evict_one(pk, token, result, now=clock())
@@ -329,9 +331,11 @@ def _resume_eviction(sandbox: Sandbox, *, now: datetime) -> str:
         )  # fmt: skip
         return "stalled evictions destroyed" if destroyed else "lost race"
     token = uuid.uuid4()
-    claimed = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL, tries=F("tries") + 1
-    )
+    claim = eviction.build_claim(token, clock=clock_from(now))
+    with end_if_unanswered(claim.end, claim):
+        claimed = Sandbox.objects.filter(unchanged, pk=sandbox.pk, state=EVICTING).update(
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=claim.deadline, tries=F("tries") + 1
+        )
     finished = claimed and eviction.finish_eviction(sandbox.pk, token, now=now, actor="sweep")
     return "evictions finished" if finished else "evictions postponed" if claimed else "lost race"
 

@@ -18,7 +18,7 @@ from sandboxes.lifecycle import COLD, DESTROYED, SUSPENDED
 from sandboxes.models import ALIVE_STATES, Pool, Sandbox
 from sandboxes.providers.base import ProviderSandbox
 from sandboxes.providers.errors import Missing, ProviderError
-from sandboxes.state import unrecorded
+from sandboxes.state import unrecorded, unrecorded_data
 from sandboxes.storage.base import StoreError
 from sandboxes.sweep_log import SweepResult
 
@@ -126,7 +126,7 @@ def _destroy_orphans(
                 row, orphan, providers.get_provider(name), now=now
             ):
                 result.note("unrecorded files kept")
-        except (ProviderError, StoreError, WorkspaceFull) as failed:
+        except (ProviderError, StoreError, WorkspaceFull, *unrecorded_data.NOT_KEPT) as failed:
             result.failures.append(f'pool "{pool}", {name}: {orphan.name} not destroyed, its files could not be kept: {failed}')
             continue
         log.warning("orphan destroyed", name=orphan.name, provider=name, created_at=orphan.created_at.isoformat())

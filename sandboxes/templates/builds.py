@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TypeVar, cast
 
 import structlog
@@ -25,7 +26,7 @@ from django.db.models import F, Q, QuerySet
 from sandboxes import providers
 from sandboxes.claims import CLAIM_TTL, Claim, note_progress
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.deferred_writes import hold_in_flight
+from sandboxes.deferred_writes import end_if_unanswered, hold_in_flight
 from sandboxes.errors import ClaimLost, InvalidTemplate, TemplateBusy, TemplateInUse, TemplatesNotSupported, WrongHost
 from sandboxes.hosts import registry
 from sandboxes.hosts.bound_provider import require_engine
@@ -128,14 +129,16 @@ def build(pk: uuid.UUID, *, now: datetime, on_output: OnOutput | None = None) ->
     template = ImageTemplate.objects.select_related("host").get(pk=pk)
     provider = _get_provider(template)
     clock, token, deadline = clock_from(now), uuid.uuid4(), now + BUILD_CLAIM_TTL
-    claimed = ImageTemplate.objects.filter(pk=pk, state=TemplateState.BUILDING, claim__isnull=True).update(
-        claim=token, claimed_by=settings.INSTANCE, deadline_at=deadline, attempts=F("attempts") + 1, started_at=now
-    )
+    rows = ImageTemplate.objects.filter(pk=pk, claim=token)
+    claim = Claim(rows, deadline=deadline, clock=clock, ttl=BUILD_CLAIM_TTL)
+    with end_if_unanswered(claim.end, claim):
+        claimed = ImageTemplate.objects.filter(pk=pk, state=TemplateState.BUILDING, claim__isnull=True).update(
+            claim=token, claimed_by=settings.INSTANCE, deadline_at=deadline, attempts=F("attempts") + 1, started_at=now
+        )
     if not claimed:
         return False
-    rows = ImageTemplate.objects.filter(pk=pk, claim=token)
     try:
-        with hold_in_flight(Claim(rows, deadline=deadline, clock=clock, ttl=BUILD_CLAIM_TTL)) as claim:
+        with hold_in_flight(claim):
             checkpoint("template claimed", template)
             _build_claimed(template, provider, claim, rows, clock, on_output)
     except ClaimLost:
@@ -178,14 +181,16 @@ def remove(template: ImageTemplate, *, now: datetime) -> None:
         raise TemplateInUse(f"A sandbox was started from the image {template.tag}. End its lease first.")
     token = uuid.uuid4()
     idle = ImageTemplate.objects.filter(_build_idle_filter(now), pk=template.pk).exclude(state=TemplateState.BUILDING)
-    if not idle.update(claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL):
-        raise TemplateBusy()
     claimed = ImageTemplate.objects.filter(pk=template.pk, claim=token)
+    end = partial(claimed.update, claim=None, claimed_by="", deadline_at=None)
+    with end_if_unanswered(end, template):
+        if not idle.update(claim=token, claimed_by=settings.INSTANCE, deadline_at=now + CLAIM_TTL):
+            raise TemplateBusy()
     try:
         require_engine(provider, template.host_id)
         _remove_images(template, provider)
     except ProviderError as error:
-        claimed.update(claim=None, claimed_by="", deadline_at=None)
+        end()
         if isinstance(error, ImageInUse):
             raise TemplateInUse(str(error)) from error
         raise

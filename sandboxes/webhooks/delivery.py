@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import structlog
@@ -21,6 +22,7 @@ from sandboxes import installation_marks
 from sandboxes.claims import note_progress
 from sandboxes.db import database_time, encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff, format_timestamp
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.errors import WebhookTestFailed
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import ENABLED, NOT_REMOVED, Delivery, Event, EventType, Webhook
@@ -200,14 +202,15 @@ def claim_delivery(webhook: uuid.UUID, *, now: datetime) -> Delivery | None:
     """Claim the oldest due delivery for CLAIM_TIMEOUT. Return None if another worker was first.
 
     The row of the webhook is locked: workers of all hosts together make one attempt at a time for each webhook."""
-    with transaction.atomic(durable=True):
+    token = uuid.uuid4()
+    own = Delivery.objects.filter(webhook=webhook, claim=token, due_at__isnull=False)
+    with end_if_unanswered(partial(own.update, claim=None, due_at=now), webhook), transaction.atomic(durable=True):
         if not Webhook.objects.select_for_update(skip_locked=True).filter(pk=webhook).exists():
             return None
         if not find_free_webhooks(now=now).filter(pk=webhook).exists():
             return None
         due = find_deliverable(now=now).filter(webhook=webhook).select_for_update(skip_locked=True, of=("self",))
         pk = due.values_list("pk", flat=True).first()
-        token = uuid.uuid4()
         if pk is None or not Delivery.objects.filter(pk=pk, due_at__lte=now).update(
             claim=token, due_at=now + CLAIM_TIMEOUT, tries=F("tries") + 1
         ):

@@ -22,7 +22,7 @@ from docker import APIClient
 from leases import execution, leasing
 from sandboxes.agent.client import AgentConnection
 from sandboxes.models import Pool, Sandbox
-from sandboxes.providers.base import ResourceUsage, SandboxSpec
+from sandboxes.providers.base import PROCESSOR_COUNT_VARIABLES, ResourceUsage, SandboxSpec
 from sandboxes.providers.command_results import ExecResult
 from sandboxes.providers.docker import commands, engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
@@ -185,6 +185,12 @@ def test_volume_of_another_owner_is_neither_used_nor_removed(owner: str) -> None
         assert docker("volume", "ls", "-q", "--filter", f"name={owner}") == f"{owner}-data\n"
     finally:
         docker("volume", "rm", f"{owner}-data")
+
+
+def test_nproc_prints_the_processors_of_the_limit(box: Box) -> None:
+    """Not those of the host. The sandbox has the default limit of one."""
+    assert box.run("nproc").stdout == b"1\n"
+    assert box.run("printenv", *PROCESSOR_COUNT_VARIABLES).stdout == b"1\n" * len(PROCESSOR_COUNT_VARIABLES)
 
 
 def test_home_exists_and_tmpfs_is_empty_after_a_restart(box: Box) -> None:

@@ -27,6 +27,14 @@ class ForeignAnswer:
     location: str = ""  # path to which the client is redirected, where LOGIN_PAGE is
 
 
+@dataclass(frozen=True)
+class Throttle:
+    """Refusal of a gRPC call, with the time after which the vendor accepts a repetition."""
+
+    message: str
+    retry_after_seconds: float
+
+
 LOGIN_PAGE = ForeignAnswer(200, b"<!DOCTYPE html><html><body><form>Sign in to continue</form></body></html>")
 NOT_FOUND_PAGE = ForeignAnswer(404, b"<html><head><title>404 Not Found</title></head><body><hr>nginx</body></html>")
 FOREIGN_ANSWERS = {
@@ -90,11 +98,12 @@ def _iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
 class Fault:
     """Fault of the next `times` requests whose "METHOD /path" or "RPC /Name" matches `pattern`.
 
-    `outcome` is an HTTP status, CUT_BEFORE or CUT_AFTER, an answer that is given in place of the vendor's, or a function that
-    changes the body of the vendor's answer; None: only a delay of `seconds`. The first `skip` requests are spared."""
+    `outcome` is an HTTP status, CUT_BEFORE or CUT_AFTER, a refusal, an answer that is given in place of the vendor's, or a
+    function that changes the body of the vendor's answer; None: only a delay of `seconds`. The first `skip` requests are
+    spared."""
 
     pattern: str
-    outcome: int | str | ForeignAnswer | Callable[[bytes], bytes] | None = None
+    outcome: int | str | ForeignAnswer | Throttle | Callable[[bytes], bytes] | None = None
     times: int = 1
     seconds: float = 0.0
     skip: int = 0

@@ -25,12 +25,13 @@ from google.protobuf.json_format import MessageToDict
 from grpclib import GRPCError, Status
 from grpclib.events import RecvRequest, listen
 from grpclib.server import Server
+from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_pb2
 from modal_proto import task_command_router_pb2 as router_pb2
 from modal_proto.api_grpc import ModalClientBase
 from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, ForeignAnswer
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Emulator, ForeignAnswer, Throttle
 from tests.emulators.images import ImageBuild
 from tests.emulators.machine import Machine, NotRunning
 
@@ -169,7 +170,7 @@ class ModalEmulator(Emulator):
         self._stopped.set()
 
     async def _serve(self) -> None:
-        server = Server([ControlPlane(self), CommandRouter(self)])
+        server = Server([ControlPlane(self), CommandRouter(self)], status_details_codec=custom_detail_codec)
         listen(server, RecvRequest, self._intercept)
         await server.start(sock=self._socket)
         await self._stopping.wait()
@@ -193,6 +194,9 @@ class ModalEmulator(Emulator):
             if foreign := outcome if isinstance(outcome, ForeignAnswer) else self.foreign_answer:
                 await _answer_in_http(stream, foreign)
                 return
+            if isinstance(outcome, Throttle):
+                policy = api_pb2.RPCRetryPolicy(retry_after_secs=outcome.retry_after_seconds)
+                raise GRPCError(Status.RESOURCE_EXHAUSTED, outcome.message, [policy])
             if isinstance(outcome, int):
                 raise GRPCError(STATUSES.get(outcome, Status.UNKNOWN), "fault")
             if outcome != CUT_BEFORE:

@@ -39,7 +39,7 @@ from sandboxes.stores import lease_stores
 from sandboxes.streams import rows
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run
-from tests.support.outages import OUTAGES, Outage, injected, list_steps
+from tests.support.outages import Outage, Weather, any_outage_of_server_too, injected
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MAX_CLAIM = timedelta(seconds=30)  # after the end of an outage
@@ -142,17 +142,17 @@ def assert_recorded(step: int, row: AgentRun, request: AgentRequest) -> None:
 
 
 @pytest.mark.parametrize(("policy", "by_sweep"), [(VIOLATED, False), (WITHIN, True)], ids=["recorder", "sweep"])
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_record_at_any_step(lease: Lease, policy: AgentPolicy, by_sweep: bool, loses_answer: bool, lasts: int | None) -> None:
+@any_outage_of_server_too
+def test_record_at_any_step(lease: Lease, policy: AgentPolicy, by_sweep: bool, weather: Weather) -> None:
     request = build_request(policy)
-    for step in list_steps(loses_answer, lasts):
+    for step in weather.list_steps():
         row = run_command(lease, request)
         begin = row.recorder_deadline + MINUTE if by_sweep else NOW
         clock = clock_from(begin)
         act: Callable[[], object] = partial(lifecycle.record_abandoned, now=begin)
         if not by_sweep:
             act = Recorder(row, clock=clock).record
-        outage = Outage(step, loses_answer=loses_answer, lasts=lasts)
+        outage = weather.begin(step)
         ended_at = survive(act, outage, clock=clock)
         if not outage.has_begun:
             break
@@ -161,10 +161,8 @@ def test_record_at_any_step(lease: Lease, policy: AgentPolicy, by_sweep: bool, l
     assert step > 15
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_start_at_any_step(
-    lease: Lease, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch, loses_answer: bool, lasts: int | None
-) -> None:
+@any_outage_of_server_too
+def test_start_at_any_step(lease: Lease, memory: MemoryProvider, monkeypatch: pytest.MonkeyPatch, weather: Weather) -> None:
     """Only the thread of the command has the outage: the recorder waits until the heartbeat closes the Run."""
     executions, request = Counter[str](), build_request(AgentPolicy())
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.02)
@@ -175,11 +173,11 @@ def test_start_at_any_step(
 
     memory.programs["count"] = execute
     run(lease)  # starts its sandbox
-    for step in list_steps(loses_answer, lasts):
+    for step in weather.list_steps():
         pk = uuid.uuid4()
         request = replace(request, options=replace(request.options, argv=("count", str(pk))))
 
-        clock, outage = clock_from(NOW), Outage(step, loses_answer=loses_answer, lasts=lasts)
+        clock, outage = clock_from(NOW), weather.begin(step)
         ended_at = survive(partial(start, lease, request, pk), outage, clock=clock)
         if not outage.has_begun:
             break

@@ -1,5 +1,6 @@
 """Outages of the database at every statement and commit of an operation: repeated, it takes effect once and loses nothing."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,22 +11,24 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError
+from django.db.models import Model
 
 from billing import metering
 from billing.models import UsageRecord
 from leases import leasing, sweeps
 from leases.models import EnvironmentType, Lease
-from sandboxes import claims
+from sandboxes import claims, eviction
 from sandboxes.db.connection_errors import RetriesExhausted
 from sandboxes.errors import SandboxBusy, SandboxError
-from sandboxes.models import Pool, Sandbox
+from sandboxes.models import Attachment, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.providers.memory import MemoryProvider
+from sandboxes.providers.memory.programs import ProgramCall, ProgramResult
 from sandboxes.state import data_sync
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
-from tests.support.leases import assert_converged, read, run, write
-from tests.support.outages import OUTAGES, Outage, injected, list_steps
+from tests.support.leases import assert_converged, get_sandbox, read, run, write
+from tests.support.outages import LostAnswer, Outage, Weather, any_outage, any_outage_of_server_too, injected
 
 pytestmark = pytest.mark.django_db(transaction=True)
 WEATHER = (OperationalError, RetriesExhausted, SandboxError)
@@ -71,7 +74,7 @@ def sandboxes(
 def survive(act: Callable[[], object], outage: Outage, *, now: datetime) -> datetime | None:
     """Act at `now` during an outage and again after it, as clients and sweeps do. Return the time of the sweeps after it.
 
-    Workers that got an error have ended their claims two minutes later. A claim whose answer was lost ends within an hour.
+    Workers that got an error have ended their claims two minutes later, before any deadline, also those whose answer was lost.
     None if the outage has not begun."""
     with injected(outage):
         with suppress(*WEATHER):
@@ -82,7 +85,7 @@ def survive(act: Callable[[], object], outage: Outage, *, now: datetime) -> date
     claims.HEARTBEAT.beat()
     with suppress(SandboxError):  # busy: the first attempt counts until its claim expires
         act()
-    later = now + (timedelta(hours=1) if outage.loses_answer else 2 * MINUTE)
+    later = now + 2 * MINUTE
     sweep(later)
     return later
 
@@ -98,10 +101,89 @@ def release(lease: Lease) -> None:
     sweeps.reclaim(now=NOW)
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_start_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
-    for step in list_steps(loses_answer, lasts):
-        later = survive(partial(sandboxes.write, f"e{step}"), Outage(step, loses_answer=loses_answer, lasts=lasts), now=NOW)
+def begin_sleep(sandboxes: Sandboxes) -> Callable[..., object]:
+    return partial(eviction.evict, get_sandbox(sandboxes.write("e")).pk)
+
+
+def begin_idle_sweep(sandboxes: Sandboxes) -> Callable[..., object]:
+    sandboxes.write("e")
+    return passes.evict_idle
+
+
+def begin_suspension(sandboxes: Sandboxes) -> Callable[..., object]:
+    EnvironmentType.objects.update(suspend_after=MINUTE)
+    sandboxes.write("e")
+    return passes.suspend_waiting
+
+
+def begin_destroy(sandboxes: Sandboxes) -> Callable[..., object]:
+    leasing.release(sandboxes.write("e").pk, now=NOW)
+    return sweeps.reclaim
+
+
+def begin_pull(sandboxes: Sandboxes) -> Callable[..., object]:
+    run(sandboxes.start("first"), "sh", "-c", "echo shared >/data/f")
+    return partial(run, sandboxes.start("second"), "cat", "/data/f")
+
+
+# Each arranges the sandboxes, and returns the work that makes a claim at IDLE.
+WORK: dict[str, Callable[[Sandboxes], Callable[..., object]]] = {
+    "start": lambda sandboxes: partial(run, sandboxes.start("e")),
+    "wake": lambda sandboxes: partial(read, sandboxes.sleep("e")),
+    "sleep": begin_sleep,
+    "idle sweep": begin_idle_sweep,
+    "suspension": begin_suspension,
+    "destroy": begin_destroy,
+    "pull": begin_pull,
+}
+
+
+def is_claimed(model: type[Model], column: str) -> bool:
+    """Return whether any row is claimed for longer than until now."""
+    return model._base_manager.filter(**{f"{column}__gt": IDLE + timedelta(seconds=5)}).exists()
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_claim_whose_answer_is_lost_ends_with_the_outage(sandboxes: Sandboxes, work: str) -> None:
+    """Not at its deadline: the worker does not know whether it has made the claim."""
+    act = WORK[work](sandboxes)
+    claimed = partial(is_claimed, Attachment, "pull_until") if work == "pull" else partial(is_claimed, Sandbox, "deadline_at")
+    with injected(LostAnswer(claimed)) as outage:
+        with suppress(*WEATHER):
+            act(now=IDLE)
+        assert outage.has_begun
+    claims.HEARTBEAT.beat()
+    assert not claimed()
+    sweep(IDLE + MINUTE)
+    act(now=IDLE + MINUTE)
+    assert_converged(sandboxes.pool, sandboxes.memory)
+
+
+@any_outage_of_server_too
+def test_exec_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
+    """The client has no answer, and repeats the command without a key: each Run executes it once."""
+    executions, lease = Counter[str](), sandboxes.write("e")
+
+    def execute(call: ProgramCall) -> ProgramResult:
+        executions[call.argv[1]] += 1
+        return ProgramResult()
+
+    sandboxes.memory.programs["count"] = execute
+    for step in weather.list_steps():
+        later = survive(partial(run, lease, "count", str(step)), weather.begin(step), now=NOW)
+        if later is None:
+            break
+        runs = Run.objects.filter(argv=["count", str(step)])
+        assert (step, runs.filter(outcome="open").count(), get_sandbox(lease).open_runs) == (step, 0, 0)
+        assert (step, 1 <= runs.filter(outcome="ok").count() <= executions[str(step)] <= runs.count() <= 2) == (step, True)
+        assert run(lease, now=later).exit_code == 0
+    assert step > 5
+
+
+@any_outage_of_server_too
+def test_start_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
+    for step in weather.list_steps():
+        later = survive(partial(sandboxes.write, f"e{step}"), weather.begin(step), now=NOW)
         if later is None:
             break
         lease = sandboxes.start(f"e{step}")
@@ -111,11 +193,11 @@ def test_start_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int 
     assert step > 15
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_sleep_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
-    for step in list_steps(loses_answer, lasts):
+@any_outage_of_server_too
+def test_sleep_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
+    for step in weather.list_steps():
         lease = sandboxes.write(f"e{step}")
-        later = survive(partial(passes.evict_idle, now=IDLE), Outage(step, loses_answer=loses_answer, lasts=lasts), now=IDLE)
+        later = survive(partial(passes.evict_idle, now=IDLE), weather.begin(step), now=IDLE)
         if later is None:
             break
         passes.evict_idle(now=later)
@@ -126,13 +208,11 @@ def test_sleep_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int 
     assert step > 10
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_wake_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
-    for step in list_steps(loses_answer, lasts):
+@any_outage
+def test_wake_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
+    for step in weather.list_steps():
         lease = sandboxes.sleep(f"e{step}")
-        later = survive(
-            partial(read, lease, now=IDLE + MINUTE), Outage(step, loses_answer=loses_answer, lasts=lasts), now=IDLE + MINUTE
-        )
+        later = survive(partial(read, lease, now=IDLE + MINUTE), weather.begin(step), now=IDLE + MINUTE)
         if later is None:
             break
         assert (step, read(lease, now=later)) == (step, "kept")
@@ -141,13 +221,13 @@ def test_wake_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int |
     assert step > 10
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_suspension_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
+@any_outage
+def test_suspension_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
     EnvironmentType.objects.update(suspend_after=MINUTE)
-    for step in list_steps(loses_answer, lasts):
+    for step in weather.list_steps():
         lease = sandboxes.write(f"e{step}")
         act, now = partial(passes.suspend_waiting, now=NOW + 2 * MINUTE), NOW + 2 * MINUTE
-        later = survive(act, Outage(step, loses_answer=loses_answer, lasts=lasts), now=now)
+        later = survive(act, weather.begin(step), now=now)
         if later is None:
             break
         passes.suspend_waiting(now=later)
@@ -158,11 +238,11 @@ def test_suspension_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts:
     assert step > 5
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_release_and_destroy_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
-    for step in list_steps(loses_answer, lasts):
+@any_outage_of_server_too
+def test_release_and_destroy_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
+    for step in weather.list_steps():
         lease = sandboxes.write(f"e{step}")
-        later = survive(partial(release, lease), Outage(step, loses_answer=loses_answer, lasts=lasts), now=NOW)
+        later = survive(partial(release, lease), weather.begin(step), now=NOW)
         if later is None:
             break
         lease.refresh_from_db()
@@ -172,12 +252,12 @@ def test_release_and_destroy_at_any_step(sandboxes: Sandboxes, loses_answer: boo
     assert step > 10
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_metering_at_any_step(sandboxes: Sandboxes, loses_answer: bool, lasts: int | None) -> None:
-    for step in list_steps(loses_answer, lasts):
+@any_outage_of_server_too
+def test_metering_at_any_step(sandboxes: Sandboxes, weather: Weather) -> None:
+    for step in weather.list_steps():
         release(sandboxes.write(f"e{step}"))
         now = LATER + step * MINUTE
-        later = survive(partial(metering.meter_usage, now=now), Outage(step, loses_answer=loses_answer, lasts=lasts), now=now)
+        later = survive(partial(metering.meter_usage, now=now), weather.begin(step), now=now)
         if later is None:
             break
         metering.meter_usage(now=now)

@@ -159,12 +159,13 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
             mounts=mounts,
             log_config=LogConfig(type="none"),
         )
+        variables = base.EGRESS_ENVIRONMENT | {"LLM_SOCKET": base.LLM_SOCKET} | base.build_processor_counts(spec.millicpus)
         try:
             client.create_container(
                 image,
                 name=spec.name,
                 entrypoint=[*INIT_COMMAND],
-                environment=base.EGRESS_ENVIRONMENT | {"LLM_SOCKET": base.LLM_SOCKET},
+                environment=variables,
                 hostname=None if parked else "sandbox",  # the parked container's, which is the same
                 user=f"{AGENT_UID}:{AGENT_UID}",
                 working_dir=WORKSPACE,

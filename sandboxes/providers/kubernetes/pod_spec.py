@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.providers import base
-from sandboxes.providers.base import DATA, EGRESS_ENVIRONMENT, SOCKETS_DIRECTORY, WORKSPACE, GatewayAccess, SandboxSpec
+from sandboxes.providers.base import (
+    DATA,
+    EGRESS_ENVIRONMENT,
+    SOCKETS_DIRECTORY,
+    WORKSPACE,
+    GatewayAccess,
+    SandboxSpec,
+    build_processor_counts,
+)
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 
 OWNER_LABEL, NAME_LABEL, ROLE_LABEL = "leasehold.dev/owner", "leasehold.dev/name", "leasehold.dev/role"
@@ -98,6 +106,7 @@ def build_pod_spec(spec: SandboxSpec, configuration: KubernetesConfiguration, *,
 
 def _build_container(spec: SandboxSpec, configuration: KubernetesConfiguration) -> dict[str, Any]:
     fixed = {"memory": str(spec.memory_mib << 20), "ephemeral-storage": f"{spec.disk_mib or configuration.disk_mib}Mi"}
+    variables = EGRESS_ENVIRONMENT | build_processor_counts(spec.millicpus)
     mounts = [{"name": "workspace", "mountPath": WORKSPACE}, {"name": "data", "mountPath": DATA}]
     mounts += [{"name": _name_volume(path), "mountPath": path} for path in TMP_MEMORY_SHARES]
     return {
@@ -106,7 +115,7 @@ def _build_container(spec: SandboxSpec, configuration: KubernetesConfiguration) 
         "imagePullPolicy": "IfNotPresent",
         "command": [*AGENT_COMMAND],
         "workingDir": WORKSPACE,
-        "env": [{"name": name, "value": value} for name, value in EGRESS_ENVIRONMENT.items() if name != "RELAY_URL"],
+        "env": [{"name": name, "value": value} for name, value in variables.items() if name != "RELAY_URL"],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": not spec.writable_root,

@@ -11,6 +11,7 @@ command: the file API of the client executes a program of Modal in the sandbox."
 
 import asyncio
 import math
+import os
 import re
 import shlex
 import time
@@ -34,6 +35,7 @@ from sandboxes.providers.errors import FailureCause, NoCapacity, ProviderError, 
 from sandboxes.providers.modal.images import ImageBuilds
 from sandboxes.providers.remote.configuration import RemoteConfiguration, find_gateway_destination
 from sandboxes.providers.remote.errors import (
+    MAX_RETRY_AFTER_SECONDS,
     Conflict,
     NotFound,
     raise_for_transport,
@@ -46,6 +48,7 @@ from sandboxes.providers.remote.provider import TRANSIENT_CAUSES
 from sandboxes.redaction.texts import quote_answer
 
 Result = TypeVar("Result")
+MAX_THROTTLE_SECONDS = 5  # for which a call waits when Modal limits the rate; after a longer time the caller repeats it
 APP_NAME = "leasehold"  # app of all sandboxes, in one environment
 CREATED_TAG = "leasehold.created"  # Unix time in seconds: the client's list does not state the time of creation
 MAX_TAG_LENGTH = 63
@@ -189,6 +192,8 @@ class _Connection:
     The client is constructed directly, because its constructor for credentials takes the address from the environment."""
 
     def __init__(self, configuration: RemoteConfiguration) -> None:
+        # A setting of the client for this process. Without it the client waits as long as Modal says, however long that is.
+        os.environ.setdefault("MODAL_MAX_THROTTLE_WAIT", str(MAX_THROTTLE_SECONDS))
         self._configuration = configuration
         self.environment = configuration.options["environment"]
         self._client: modal.Client | None = None
@@ -341,6 +346,22 @@ def _to_sandbox(tags: dict[str, str]) -> ProviderSandbox:
     return ProviderSandbox(ref=name, name=name, running=True, created_at=created_at, owner=tags.get(OWNER_LABEL, ""))
 
 
+def _build_exhausted_error(subject: str, error: exception.ResourceExhaustedError) -> Unavailable:
+    """Build the error of a quota that is used up, or of too many requests, with the time to wait that Modal states."""
+    text = f"{subject}: {quote_answer(error)}"
+    exhausted = (
+        NoCapacity(text, cause=FailureCause.NO_CAPACITY)
+        if states_quota(str(error))
+        else Unavailable(text, cause=FailureCause.RATE_LIMITED)
+    )
+    # The client sets the details. Its public property of them warns that it will be removed.
+    for detail in getattr(error, "_grpc_details", None) or ():
+        if isinstance(detail, api_pb2.RPCRetryPolicy):
+            seconds = detail.retry_after_secs if math.isfinite(detail.retry_after_secs) else MAX_RETRY_AFTER_SECONDS
+            exhausted.retry_after = min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_SECONDS)
+    return exhausted
+
+
 @contextmanager
 def _translate_errors(subject: str) -> Iterator[None]:
     with translate_answer(subject):
@@ -353,14 +374,14 @@ def _translate_errors(subject: str) -> Iterator[None]:
         except (exception.AuthError, exception.PermissionDeniedError) as error:
             raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.CREDENTIALS_REFUSED) from error
         except exception.ResourceExhaustedError as error:
-            if states_quota(str(error)):
-                raise NoCapacity(f"{subject}: {quote_answer(error)}", cause=FailureCause.NO_CAPACITY) from error
-            raise Unavailable(f"{subject}: {quote_answer(error)}", cause=FailureCause.RATE_LIMITED) from error
+            raise _build_exhausted_error(subject, error) from error
         except exception.ImageBuildError as error:
             raise Rejected(f"{subject}: {quote_answer(error)}", cause=FailureCause.IMAGE_UNUSABLE) from error
         except exception.InvalidError as error:
             raise Rejected(f"{subject}: {quote_answer(error)}") from error
         except (exception.TimeoutError, TimeoutError) as error:
+            if isinstance(error.__cause__, exception.ResourceExhaustedError):  # the client has repeated the call for too long
+                raise _build_exhausted_error(subject, error.__cause__) from error
             raise Unavailable(
                 f"{subject}: no response of the vendor in time: {quote_answer(error)}", cause=FailureCause.TIMEOUT
             ) from error

@@ -3,7 +3,8 @@
 A rollback to a savepoint loses the changes. The engine, the store and the state directory keep what was done since."""
 
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import nullcontext
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ from leases.models import Lease, LeaseEvent
 from sandboxes import installation_marks
 from sandboxes.errors import SandboxNotReady
 from sandboxes.models import Installation, Run, Sandbox
-from sandboxes.models.state import DataEvent, Snapshot
+from sandboxes.models.state import DataEvent, DataFile, Snapshot
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.state import workspace
 from sandboxes.storage import get_store
+from sandboxes.storage.base import StoreError
+from sandboxes.storage.memory import MemoryStore
 from sandboxes.sweeps import installation, passes, reconciliation
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import evict, get_sandbox, read, run, write
@@ -68,6 +71,18 @@ def restore_found(lease: Lease) -> str:
     [found] = find_found(lease)
     snapshots.restore_snapshot(lease.pk, found.pk, now=NOW + 5 * MINUTE)
     return read(lease, now=NOW + 6 * MINUTE)
+
+
+def sh(lease: Lease, line: str, *, now: datetime = NOW) -> str:
+    result = run(lease, "sh", "-c", line, now=now)
+    assert result.exit_code == 0, result
+    return result.stdout.decode().strip()
+
+
+def list_copies() -> set[str]:
+    """Return the paths of the copies in `.conflicts`, below the directory of their sandbox or object."""
+    live = DataFile.objects.filter(path__startswith=".conflicts/", removed=False).exclude(kind="directory")
+    return {path.split("/", 2)[2] for path in live.values_list("path", flat=True)}
 
 
 def test_names_of_two_lives_of_one_incarnation_differ(cold: Lease, lose_changes: Callable[[], None]) -> None:
@@ -185,6 +200,75 @@ def test_remains_of_a_recorded_incarnation_are_destroyed_without_a_snapshot(
     memory.create(SandboxSpec(f"leasehold-{recorded.pk.hex}-0", str(lease.pool.owner)))
     assert reconcile() == []
     assert (memory._sandboxes, find_found(lease)) == ({}, [])
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["not stored", "stored"])
+def test_changes_in_data_of_a_later_incarnation_are_kept_beside_the_current_ones(
+    is_stored: bool, grant: Callable[..., Lease], memory: MemoryProvider, memory_store: MemoryStore
+) -> None:
+    lease = grant()
+    sh(lease, "echo one >/data/f; echo same >/data/d/same; echo gone >/data/gone; ln -s f /data/link")
+    evict(lease)
+    lose_changes = lose_changes_from_now()
+    run(lease, now=NOW)
+    name = get_sandbox(lease).name
+    memory.remove_files(name, "/data", ["gone", "link"])
+    with nullcontext() if is_stored else memory_store.fail("upload", StoreError("memory", "upload", "disk full")):
+        sh(lease, "echo two >/data/f; echo new >/data/d/new; ln -s d /data/link")
+    lose_changes()
+    assert sh(lease, "cat /data/f /data/gone /data/d/same", now=NOW + MINUTE) == "one\ngone\nsame"
+    finished = Run.objects.latest("started_at", "pk")
+    assert f"3 files of /data of {name}" in finished.note
+    assert f"were kept in /data/.conflicts/{name}." in finished.note
+    assert list_copies() == {"d/new", "f", "link"}
+    assert sh(lease, f"cat /data/.conflicts/{name}/f /data/.conflicts/{name}/d/new", now=NOW + MINUTE) == "two\nnew"
+    installation.confirm(now=NOW, actor="operator")
+    assert reconcile() == []
+    assert name not in memory._sandboxes
+    assert list_copies() == {"d/new", "f", "link"}
+
+
+def test_changes_in_data_of_a_sandbox_that_slept_again_are_kept_from_the_store_once(
+    grant: Callable[..., Lease], memory: MemoryProvider
+) -> None:
+    lease = grant()
+    sh(lease, "echo one >/data/f")
+    evict(lease)
+    lose_changes = lose_changes_from_now()
+    sh(lease, "echo two >/data/f")
+    evict(lease)
+    lose_changes()
+    assert sh(lease, "cat /data/f", now=NOW + MINUTE) == "one"
+    assert "1 files of an object of /data" in Run.objects.latest("started_at", "pk").note
+    [copy] = DataFile.objects.filter(path__startswith=".conflicts/stored-", kind="file")
+    assert sh(lease, f"cat /data/{copy.path}", now=NOW + MINUTE) == "two"
+    memory.remove_files(get_sandbox(lease).ref, "/data", [copy.path, copy.path.removesuffix("/f"), ".conflicts"])
+    run(lease, now=NOW + MINUTE)
+    evict(lease, now=NOW + 2 * MINUTE)
+    run(lease, now=NOW + 3 * MINUTE)
+    assert list_copies() == set()
+
+
+def test_sandbox_whose_changes_in_data_find_no_room_is_not_destroyed(
+    grant: Callable[..., Lease], memory: MemoryProvider, settings
+) -> None:
+    lease = grant()
+    sh(lease, "echo one >/data/f")
+    evict(lease)
+    lose_changes = lose_changes_from_now()
+    sh(lease, "echo two >/data/f")
+    later = get_sandbox(lease).ref
+    lose_changes()
+    limit, settings.DATA_MOST_BYTES = settings.DATA_MOST_BYTES, 7
+    assert sh(lease, "cat /data/f", now=NOW + MINUTE) == "one"
+    assert "are not kept elsewhere" in Run.objects.latest("started_at", "pk").note
+    installation.confirm(now=NOW, actor="operator")
+    assert "could not be kept" in reconcile()[0]
+    assert later in memory._sandboxes
+    settings.DATA_MOST_BYTES = limit
+    assert reconcile() == []
+    assert later not in memory._sandboxes
+    assert list_copies() == {"f"}
 
 
 def test_first_start_after_the_loss_notices_it_and_keeps_the_evidence(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import kubernetes_validate
 import pytest
 
-from sandboxes.providers.base import GatewayAccess, SandboxSpec
+from sandboxes.providers.base import PROCESSOR_COUNT_VARIABLES, GatewayAccess, SandboxSpec
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 from sandboxes.providers.kubernetes.pod_spec import build_pod, build_secret
 
@@ -55,6 +55,13 @@ def test_pod_satisfies_the_restricted_level_and_has_no_way_to_the_cluster():
     assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"], spec["dnsPolicy"]) == (False, False, "None")
     assert spec["hostAliases"] == [{"ip": "10.96.7.7", "hostnames": ["leasehold-gateway"]}]
     assert not {"hostNetwork", "hostPID", "hostIPC", "runtimeClassName", "hostUsers"} & {*spec}
+
+
+@pytest.mark.parametrize(("millicpus", "processors"), [(100, "1"), (1000, "1"), (1500, "2"), (4000, "4")])
+def test_programs_learn_the_processors_of_the_limit(millicpus, processors):
+    [container] = build_pod(replace(SPEC, millicpus=millicpus), FULL, gateway=("", ""))["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert {variables[name] for name in PROCESSOR_COUNT_VARIABLES} == {processors}
 
 
 def test_runtime_class_of_the_pool_overrides_the_general_one():

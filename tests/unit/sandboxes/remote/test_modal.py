@@ -22,7 +22,7 @@ from sandboxes.providers.modal import provider as vendor
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
 from tests.emulators import modal as emulation
-from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault
+from tests.emulators.base import CUT_AFTER, CUT_BEFORE, Fault, Throttle
 from tests.support.remote import GetEmulator, connect_provider
 from tests.support.servers import ports
 from tests.unit.sandboxes.remote.conftest import Remote
@@ -46,6 +46,25 @@ def test_import_of_the_client_reads_no_configuration_file_and_prints_nothing(tmp
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MODAL_")}
     done = subprocess.run(command, env=environment | {"HOME": str(tmp_path)}, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [("Sandbox limit reached", FailureCause.NO_CAPACITY), ("API rate limit exceeded", FailureCause.RATE_LIMITED)],
+)
+def test_time_that_modal_states_reaches_the_caller(modal: Remote, message: str, cause: FailureCause) -> None:
+    """The client itself would wait for that time, however long it is, and repeat the call."""
+    modal.emulator.faults.append(Fault("RPC /.*SandboxCreate", Throttle(message, 89.5), times=99))
+    began_at = time.monotonic()
+    with pytest.raises(Unavailable) as raised:
+        modal.start()
+    assert (raised.value.cause, raised.value.retry_after) == (cause, 90)
+    assert time.monotonic() - began_at < 30
+
+
+def test_a_short_time_that_modal_states_is_waited_for(modal: Remote) -> None:
+    modal.emulator.faults.append(Fault("RPC /.*SandboxCreate", Throttle("API rate limit exceeded", 0.1)))
+    assert modal.start()
 
 
 def test_forked_process_has_a_connection_of_its_own(modal: Remote) -> None:

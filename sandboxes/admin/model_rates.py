@@ -6,7 +6,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Q
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
@@ -21,6 +20,7 @@ from sandboxes.admin.base.formatting import (
     render_timestamp,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.db import database_time
 from sandboxes.egress import model_pricing
 from sandboxes.models import ModelRate
 
@@ -53,7 +53,7 @@ class ModelRateAdmin(ConsoleModelAdmin):
 
     @display(description="Valid from")
     def since(self, row: ModelRate) -> SafeString | str:
-        left = row.valid_from - timezone.now()
+        left = row.valid_from - database_time.now()
         return (
             render_timestamp(row.valid_from, f"in {format_age(left)}")
             if left > timedelta(0)
@@ -62,10 +62,10 @@ class ModelRateAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def condition(self, row: ModelRate) -> SafeString:
-        return render_badge("ok", "in force") if row.valid_from <= timezone.now() else render_badge("waiting", "scheduled")
+        return render_badge("ok", "in force") if row.valid_from <= database_time.now() else render_badge("waiting", "scheduled")
 
     def get_page_context(self, request: HttpRequest, row: ModelRate) -> dict[str, Any]:
-        waiting = model_pricing.find_priceable([row], now=timezone.now())[:MAX_UNPRICED_CALLS_COUNTED].count()
+        waiting = model_pricing.find_priceable([row], now=database_time.now())[:MAX_UNPRICED_CALLS_COUNTED].count()
         return {
             "facts": [
                 SummaryField("State", self.condition(row), note=render_timestamp(row.valid_from)),

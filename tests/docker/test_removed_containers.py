@@ -214,7 +214,7 @@ def test_image_that_is_missing_or_has_no_guest_is_unusable(own_box: Box, tmp_pat
 @pytest.mark.parametrize("executor", ["agent"], indirect=True)
 def test_command_is_not_repeated_in_a_container_that_was_created_during_it(own_box: Box) -> None:  # noqa: F811
     """A container that has never run does not show that the command had not begun in its predecessor."""
-    since = time.time()
+    since = time.monotonic()
     docker("rm", "-f", own_box.ref)
     assert own_box.provider._recreate(own_box.ref)
     assert not own_box.provider._engine.ended_before(own_box.ref, since)

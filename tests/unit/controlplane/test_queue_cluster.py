@@ -1,5 +1,6 @@
 """Threads of the queue worker, with real tasks of django-q2 in the database."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import django_q.tasks
 import pytest
@@ -31,6 +33,7 @@ from sandboxes import long_calls, queue_threads
 from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
+from sandboxes.sweep_log import SweepResult
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -77,6 +80,40 @@ def running(queue: Cluster) -> Iterator[Cluster]:
 
 def enqueue(name: str) -> None:
     async_task(f"{__name__}.work", name, cluster=QUEUE, save=True)
+
+
+def test_builds_and_forges_that_never_answer_keep_no_sweep_and_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Any
+) -> None:
+    """More of them than a worker has threads, in front of the sweeps."""
+    settings.STATE_DIR, builds = tmp_path, queue_threads.MAX_THREADS_PER_NAME + 2
+
+    def wait(*args: object, **kwargs: object) -> SweepResult:
+        BEGUN.put("waits")
+        assert RELEASED.wait(30)
+        return SweepResult()
+
+    monkeypatch.setattr(cluster.Conf, "WORKERS", 1)
+    monkeypatch.setattr(cluster.Conf, "SAVE_LIMIT", 0)
+    monkeypatch.setattr(heartbeat, "UPDATE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(tasks.builds, "build", wait)
+    for name in ("pull_requests", "records"):
+        monkeypatch.setitem(schedules.SCHEDULE, name, dataclasses.replace(schedules.SCHEDULE[name], sweep=wait))
+    with running(Cluster(QUEUE, HeartbeatFile())):
+        for _ in range(builds):
+            async_task("leases.tasks.build_template", str(uuid4()), cluster=QUEUE)
+        for _ in range(3):
+            for name in ("pull_requests", "records", "recount"):
+                async_task(schedules.SCHEDULED_FUNCTION, name, cluster=QUEUE)
+            wait_until(lambda: not OrmQ.objects.exists(), "all tasks have ended")
+            recounted = Sweep.objects.get(name="recount").succeeded_at
+            wait_until(get_path().exists, "the heartbeat is written")
+        assert BEGUN.qsize() == queue_threads.MAX_THREADS_PER_NAME + 2
+        assert (
+            recounted and not Sweep.objects.filter(name__in=("pull_requests", "records"), succeeded_at__isnull=False).exists()
+        )
+    while not BEGUN.empty():
+        BEGUN.get()
 
 
 def test_stopping_finishes_and_records_the_task_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,10 @@
 from collections import Counter
 from datetime import datetime
 
-from django.utils import timezone
-
 from billing import costs, metering
 from billing.horizon import REBUILD_WATERMARK, advance_horizon
 from billing.models import Watermark
+from sandboxes.db import database_time
 
 
 def derive_usage_and_costs(*, now: datetime) -> tuple[Counter[str], Counter[str]]:
@@ -24,6 +23,6 @@ def reset_usage_and_costs() -> None:
     """Delete usage from the horizon on, and all costs. The next `derive_usage_and_costs` rebuilds the same records.
 
     Until then `horizon.is_rebuilding` is true and budgets ignore the incomplete sums."""
-    Watermark.objects.update_or_create(name=REBUILD_WATERMARK, defaults={"at": timezone.now()})
+    Watermark.objects.update_or_create(name=REBUILD_WATERMARK, defaults={"at": database_time.now()})
     metering.reset_usage()
     costs.reset_costs()

@@ -19,6 +19,7 @@ from leases import sweeps as leases
 from leases.atproto.records import create_due_records
 from leases.coding.pull_requests import poll_pull_requests
 from leases.retention import sweep as retention
+from leases.tasks import RESUME_FUNCTION, RESUME_INTERVAL
 from sandboxes.db import database_time
 from sandboxes.db.clock import clock_from
 from sandboxes.egress.logs import collection
@@ -237,11 +238,13 @@ def _build_schedule(queue: str, name: str) -> dict[str, Any]:
 def forget_future(queue: str, *, now: datetime) -> int:
     """Make sweeps and tasks of this queue due that wait for a time which only a clock that was ahead can have set.
 
-    django-q2 computes these times with the clock of the host. Without this, all sweeps of a host whose clock was an hour ahead
-    pause for an hour after its correction. Return the number of rows. `now` is the time of the host's clock."""
+    That is the database's clock, or a host's in an earlier version. Without this, all sweeps would pause for an hour after the
+    correction of a clock that was an hour ahead. Return the number of rows."""
     changed = 0
-    for row in Schedule.objects.filter(func=SCHEDULED_FUNCTION, cluster=queue, next_run__gt=now).only("name", "next_run"):
-        if row.name in SCHEDULE and row.next_run > now + get_interval(row.name) + CLOCK_MARGIN:
+    waiting = Schedule.objects.filter(func__in=[SCHEDULED_FUNCTION, RESUME_FUNCTION], cluster=queue, next_run__gt=now)
+    for row in waiting.only("func", "name", "next_run"):
+        longest = RESUME_INTERVAL if row.func == RESUME_FUNCTION else get_interval(row.name) if row.name in SCHEDULE else None
+        if longest is not None and row.next_run > now + longest + CLOCK_MARGIN:
             changed += Schedule.objects.filter(pk=row.pk, next_run=row.next_run).update(next_run=now)
     longest_lock = now + timedelta(seconds=Conf.RETRY) + CLOCK_MARGIN
     return changed + OrmQ.objects.filter(key=queue, lock__gt=longest_lock).update(lock=now)

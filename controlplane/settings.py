@@ -567,6 +567,7 @@ STATICFILES_DIRS = [BASE_DIR / "templates" / "static"]
 Q_CLUSTER = {
     "name": "leasehold",
     "orm": "default",
+    "broker_class": "controlplane.worker.broker.DatabaseTimeBroker",
     "workers": QUEUE_WORKERS,
     "queue_limit": QUEUE_WORKERS,
     "timeout": 240,

@@ -4,6 +4,7 @@ from django.apps import AppConfig
 from django.db.models.signals import post_migrate
 
 from sandboxes.agent import companions
+from sandboxes.db import database_time
 
 
 class LeasesConfig(AppConfig):
@@ -20,10 +21,9 @@ def _install_shipped_packs(using: str, **options: Any) -> None:
     """Store the packs of this release, unless this was a migration to an earlier state, whose tables have other columns."""
     from django.db import connections
     from django.db.migrations.executor import MigrationExecutor
-    from django.utils import timezone
 
     from leases.packs import installation
 
     executor = MigrationExecutor(connections[using])
     if not executor.migration_plan(executor.loader.graph.leaf_nodes()):
-        installation.install_shipped_packs(now=timezone.now())
+        installation.install_shipped_packs(now=database_time.now())

@@ -8,7 +8,6 @@ from uuid import UUID
 
 from django.db import IntegrityError, transaction
 from django.db.models import Exists, OuterRef, Q
-from django.utils import timezone
 from django_q.models import OrmQ
 from django_q.tasks import schedule
 
@@ -26,7 +25,7 @@ from sandboxes.sweep_log import SweepResult
 from sandboxes.sweeps import passes
 from sandboxes.templates import builds
 
-RESUME_INTERVAL = timedelta(minutes=10)
+RESUME_FUNCTION, RESUME_INTERVAL = f"{__name__}.resume", timedelta(minutes=10)
 MAX_QUEUED_TASKS = 100  # with a longer queue the work is left to the next scheduled sweep
 
 
@@ -203,8 +202,8 @@ def _run_requested(run: Callable[[], str], task: str, *arguments: Any) -> str:
 
 
 def _schedule_resume(task: str, *arguments: Any) -> None:
-    next_run = timezone.now() + RESUME_INTERVAL
-    schedule("leases.tasks.resume", task, *arguments, next_run=next_run, cluster=queues.choose_queue())
+    next_run = database_time.now() + RESUME_INTERVAL
+    schedule(RESUME_FUNCTION, task, *arguments, next_run=next_run, cluster=queues.choose_queue())
 
 
 def resume(task: str, lease_id: str, *arguments: Any) -> str:

@@ -12,7 +12,6 @@ from django.db.models import Count
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
@@ -29,6 +28,7 @@ from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_two_lines
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.db import database_time
 
 MAX_PANEL_ROWS = 12
 
@@ -57,7 +57,7 @@ class CloseMonthForm(ReasonForm):
         super().__init__(*args, **kwargs)
         raw = unquote(self.object_id or "")
         account = Account.objects.filter(pk=raw).first() if raw.isascii() and raw.isdigit() and len(raw) < 19 else None
-        months = statements.find_open_months(account, now=timezone.now()) if account else []
+        months = statements.find_open_months(account, now=database_time.now()) if account else []
         field: Any = self.fields["month"]
         field.choices = [(month.isoformat(), f"{month:%Y-%m}") for month in months[:1]]
         field.help_text = "Months are closed in order, oldest first." if months else "No month is open."
@@ -88,7 +88,7 @@ CLOSE_MONTH_ACTION = AdminAction(
     warning="Issues the statement of the month, which is final. Later price changes appear as corrections on the next one.",
     done="issued the statement",
     refusal_reason="that month is already closed",
-    legal=lambda account: bool(statements.find_open_months(account, now=timezone.now())),
+    legal=lambda account: bool(statements.find_open_months(account, now=database_time.now())),
     verb=_close_month,
     icon="task_alt",
     permissions=("billing.close_statement",),
@@ -114,7 +114,7 @@ class AccountAdmin(ConsoleModelAdmin):
         pks = [row.pk for row in rows]
         present = Membership.objects.on(admin_members.get_today()).filter(account__in=pks)
         members = dict(present.order_by().values_list("account").annotate(Count("pk")))
-        spent = CostRecord.objects.filter(build_month_filter(get_month(timezone.now())), account__in=pks).order_by()
+        spent = CostRecord.objects.filter(build_month_filter(get_month(database_time.now())), account__in=pks).order_by()
         costs = {
             account: nanos_to_decimal(nano) for account, nano in spent.values_list("account").annotate(nano=sum_exact("usd"))
         }
@@ -164,7 +164,7 @@ class AccountAdmin(ConsoleModelAdmin):
         )
 
     def get_page_context(self, request: HttpRequest, row: Account) -> dict[str, Any]:
-        now = timezone.now()
+        now = database_time.now()
         remaining, months = statements.get_remaining_credits(row), statements.find_open_months(row, now=now)
         members = Membership.objects.on(admin_members.get_today()).filter(account=row).count()
         closed = Statement.objects.filter(account=row).order_by("-month")

@@ -14,7 +14,6 @@ from django.db import models
 from django.db.models import Q
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
@@ -52,6 +51,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference, render_holders
+from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 from sandboxes.models import Event
 from sandboxes.models.webhooks import EventType
@@ -164,7 +164,7 @@ class BudgetAdmin(ConsoleModelAdmin):
     row_actions = {"turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
 
     def save_model(self, request: HttpRequest, obj: Budget, form: Any, change: bool) -> None:
-        budgets.save_budget(obj, now=timezone.now())
+        budgets.save_budget(obj, now=database_time.now())
         kind = REFERENCE_KINDS.get(Scope(obj.scope))
         if kind and (warning := get_reference(kind).find_warning(obj.subject)):
             messages.warning(request, warning)
@@ -185,12 +185,12 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     @display(description="Spent")
     def spending(self, row: Budget) -> SafeString:
-        now = timezone.now()
+        now = database_time.now()
         return render_two_lines(render_gauge(row, now), f"{format_usage(row, now)}, {compute_percent_spent(row, now)} %")
 
     @display(description="Reset")
     def reset_time(self, row: Budget) -> SafeString | str:
-        return render_reset_time(row, timezone.now())
+        return render_reset_time(row, database_time.now())
 
     @display(description="On exhaustion")
     def strictness(self, row: Budget) -> SafeString | str:
@@ -198,10 +198,10 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def condition(self, row: Budget) -> SafeString:
-        return render_budget_state(row, timezone.now())
+        return render_budget_state(row, database_time.now())
 
     def get_page_context(self, request: HttpRequest, row: Budget) -> dict[str, Any]:
-        now = timezone.now()
+        now = database_time.now()
         spenders = budgets.find_top_spenders(row, now=now, limit=MAX_PANEL_ROWS)
         count = budgets.find_open_tabs(row, now=now).count()
         leases = render_holders([tab.holder for tab, _ in spenders])

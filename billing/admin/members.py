@@ -10,7 +10,6 @@ from django.core.exceptions import ValidationError
 from django.db.models import OuterRef, Q, QuerySet, Subquery
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RelatedDropdownFilter
@@ -29,10 +28,11 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, get_reference
+from sandboxes.db import database_time
 
 
 def get_today() -> date:
-    return to_utc_date(timezone.now())
+    return to_utc_date(database_time.now())
 
 
 def format_start(row: Membership) -> str:

@@ -11,7 +11,6 @@ from django.db.models import Exists, OuterRef, Q
 from django.http import HttpRequest
 from django.shortcuts import get_object_or_404
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -33,6 +32,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 from sandboxes.providers.registry import PROVIDERS
 from sandboxes.providers.remote.configuration import is_configured
@@ -118,7 +118,7 @@ DELETE_RATE_ACTION = AdminAction(
     warning="The rate is not in force yet, so no cost depends on it. The present rate stays in force.",
     done="deleted",
     refusal_reason="already in force; its costs depend on it",
-    legal=lambda rate: rate.valid_from > timezone.now(),
+    legal=lambda rate: rate.valid_from > database_time.now(),
     verb=_delete_rate,
     icon="delete",
     permissions=("billing.change_rate",),
@@ -160,11 +160,11 @@ class RateAdmin(ConsoleModelAdmin):
 
     def has_change_permission(self, request: HttpRequest, obj: Rate | None = None) -> bool:
         """A rate in force is read-only, because costs depend on it. Add a new rate to change a price."""
-        in_force = obj is not None and obj.valid_from <= timezone.now()
+        in_force = obj is not None and obj.valid_from <= database_time.now()
         return not in_force and bool(super().has_change_permission(request, obj))
 
     def get_changeform_initial_data(self, request: HttpRequest) -> dict[str, Any]:
-        tomorrow = timezone.now().astimezone(UTC).date() + timedelta(days=1)
+        tomorrow = database_time.now().astimezone(UTC).date() + timedelta(days=1)
         return {"valid_from": start_of_day(tomorrow), **super().get_changeform_initial_data(request)}
 
     @display(description="Provider and item")
@@ -181,19 +181,19 @@ class RateAdmin(ConsoleModelAdmin):
 
     @display(description="Valid from")
     def since(self, row: Rate) -> SafeString:
-        left = row.valid_from - timezone.now()
+        left = row.valid_from - database_time.now()
         return render_timestamp(
             row.valid_from, f"in {format_age(left)}" if left > timedelta(0) else f"{row.valid_from:%Y-%m-%d}"
         )
 
     @display(description="State")
     def condition(self, row: Rate) -> SafeString:
-        if row.valid_from > timezone.now():
+        if row.valid_from > database_time.now():
             return render_badge("waiting", "scheduled")
         return render_badge("skipped", "price not set") if row.own else render_badge("ok", "in force")
 
     def get_page_context(self, request: HttpRequest, row: Rate) -> dict[str, Any]:
-        in_force = row.valid_from <= timezone.now()
+        in_force = row.valid_from <= database_time.now()
         add = reverse(
             "admin:billing_rate_add", query={"provider": row.provider, "item": row.item, "instance_type": row.instance_type}
         )

@@ -8,12 +8,12 @@ from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.utils import timezone
 
 from billing import overview
 from billing.admin.formatting import format_money, format_money_brief
 from billing.models import Account, BillableItem, Watermark
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_time_ago
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 
 COLOURED_SERIES = {
@@ -30,7 +30,7 @@ def show_spending(request: HttpRequest) -> HttpResponse:
     """Render the spending page. The query parameters `account` and `agent` narrow it."""
     if not request.user.has_perm("billing.view_costrecord"):
         raise PermissionDenied
-    now = timezone.now()
+    now = database_time.now()
     account, agent = _get_query_param(request, "account")[:63], _get_query_param(request, "agent")[:255]
     account_row = Account.objects.filter(name=account).first() if account else None
     account = account_row.name if account_row else ""

@@ -4,7 +4,6 @@ from decimal import Decimal
 from typing import Any
 
 from django.http import HttpResponse
-from django.utils import timezone
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import ValidationError
@@ -34,6 +33,7 @@ from billing.estimate import (
 from billing.forecast import FORECAST_WINDOW_DAYS, Forecast, forecast
 from billing.instance_types import list_instance_types
 from billing.models import BillableItem, Rate
+from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 from sandboxes.models.resource_limits import GPU_TYPE_PATTERN
 from sandboxes.providers.registry import PROVIDERS
@@ -171,7 +171,7 @@ class EstimateView(APIView):
         """Return the monthly cost of the described usage at the current rates."""
         query = validate_query(EstimateQuerySerializer, request)
         try:
-            result = estimate(Scenario(**query), Rate.objects.all(), now=timezone.now())
+            result = estimate(Scenario(**query), Rate.objects.all(), now=database_time.now())
         except EstimateError as error:
             raise ValidationError({error.field: str(error)}) from None
         return Response(render_estimate(result))
@@ -214,7 +214,7 @@ class ForecastView(APIView):
 
         The forecast covers this key's agents; with an operator's key, all agents."""
         query = validate_query(ForecastQuerySerializer, request)
-        result = forecast(now=timezone.now(), agents=authorize_agents(request, query), **query)
+        result = forecast(now=database_time.now(), agents=authorize_agents(request, query), **query)
         return Response({"metered_at": get_metered_at(), **render_forecast(result)})
 
 
@@ -230,7 +230,7 @@ def compare_providers(scenario: dict[str, Any], providers: list[str]) -> list[Pr
     if unknown := [name for name in providers if name not in known]:
         raise EstimateError("providers", f"There is no provider {unknown[0]}.{suggest_match(unknown[0], sorted(known))}")
     fields = {name: value for name, value in scenario.items() if name not in ("provider", "providers")}
-    return compare(Scenario(provider="", **fields), [*dict.fromkeys(providers)], rates, now=timezone.now())
+    return compare(Scenario(provider="", **fields), [*dict.fromkeys(providers)], rates, now=database_time.now())
 
 
 def render_comparison(results: list[ProviderEstimate]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
-from django.utils import timezone
 
 from billing.management.options import format_table
 from billing.pricing import format_decimal
+from sandboxes.db import database_time
 from sandboxes.egress.model_pricing import find_candidate_names, load_rates
 from sandboxes.egress.prices import changes, files
 from sandboxes.models import TokenKind, TokenRate
@@ -81,7 +81,7 @@ def describe_rate(rate: TokenRate) -> str:
 
 def format_model_rates(model: str | None) -> str:
     """Return a table of rates. `model` is a model's name: only the rates that price it now, by the rule of names."""
-    rates = TokenRate.objects.all() if model is None else load_rates(find_candidate_names(model), at=timezone.now()).rows
+    rates = TokenRate.objects.all() if model is None else load_rates(find_candidate_names(model), at=database_time.now()).rows
     rows = [
         [
             rate.pattern, rate.get_kind_display(), rate.tier, f">= {rate.tokens_from}" if rate.tokens_from else "",
@@ -150,4 +150,4 @@ def _describe_error(error: ValidationError) -> str:
 
 def default_start() -> datetime:
     """Return now, without a fraction of a second."""
-    return timezone.now().astimezone(UTC).replace(microsecond=0)
+    return database_time.now().astimezone(UTC).replace(microsecond=0)

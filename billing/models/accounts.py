@@ -7,7 +7,6 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.db import models, transaction
 from django.db.models import Exists, Max, OuterRef, QuerySet
-from django.utils import timezone
 from django.utils.functional import cached_property
 
 from billing import membership
@@ -15,6 +14,7 @@ from billing.dates import EPOCH, EPOCH_DATE, start_of_next_month, to_utc_date
 from billing.membership import HOUSE_ACCOUNT_NAME
 from billing.models.statements import Statement
 from billing.models.usage import Unpriced, UsageRecord, Watermark
+from sandboxes.db import database_time
 
 
 class Account(models.Model):
@@ -81,7 +81,7 @@ class Membership(models.Model):
 
     def changes_nothing(self) -> bool:
         """Return whether the agent already belongs to the account on the first day, which is today if it is not stated."""
-        present = Membership.objects.on(self.since or to_utc_date(timezone.now())).filter(agent_did=self.agent_did)
+        present = Membership.objects.on(self.since or to_utc_date(database_time.now())).filter(agent_did=self.agent_did)
         account = present.values_list("account__name", flat=True).first() or HOUSE_ACCOUNT_NAME
         return self.account.name == account
 
@@ -115,7 +115,7 @@ class Membership(models.Model):
 
     def _get_default_since(self) -> date:
         if Membership.objects.filter(agent_did=self.agent_did).exists():
-            return to_utc_date(timezone.now())
+            return to_utc_date(database_time.now())
         return max(EPOCH_DATE, get_first_open_day(_get_house_account_id(), self.account_id))
 
     def _find_account_changes(self, *, deleted: bool = False) -> list[tuple[str, date, int, int]]:

@@ -62,7 +62,7 @@ class Budget(models.Model):
         default=timedelta(minutes=5),
         help_text="Time that running work may continue after exhaustion, before its lease is ended.",
     )
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     active = models.BooleanField(default=True)
     spent = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), editable=False)
     calls_spent = models.DecimalField(

@@ -8,9 +8,9 @@ from django.core.exceptions import ValidationError
 from django.core.validators import MinValueValidator
 from django.db import models, transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from billing.models.usage import Unpriced, UsageRecord
+from sandboxes.db import database_time
 
 MAX_RATE_DIGITS = 15  # significant digits; SQLite stores no more
 
@@ -76,9 +76,9 @@ class Rate(models.Model):
     def clean(self) -> None:
         """Refuse to change a rate that has begun and to backdate a rate: that usage has been priced."""
         stored = Rate.objects.filter(pk=self.pk).first() if self.pk else None
-        if stored and stored.valid_from <= timezone.now():
+        if stored and stored.valid_from <= database_time.now():
             raise ValidationError("This rate has begun and cannot change. Add a rate that begins later.")
-        if self.valid_from and self.valid_from < get_earliest_start(timezone.now()):
+        if self.valid_from and self.valid_from < get_earliest_start(database_time.now()):
             raise ValidationError({"valid_from": "A rate cannot begin in the past: usage until now has been priced."})
         if isinstance(self.usd, Decimal) and len(self.usd.normalize().as_tuple().digits) > MAX_RATE_DIGITS:
             raise ValidationError({"usd": f"At most {MAX_RATE_DIGITS} digits."})
@@ -95,7 +95,7 @@ class Rate(models.Model):
         """Delete a rate that has not begun. Raise ValidationError if the stored row has begun."""
         with transaction.atomic():
             stored = Rate.objects.select_for_update().filter(pk=self.pk).first()
-            if stored and stored.valid_from <= timezone.now():
+            if stored and stored.valid_from <= database_time.now():
                 raise ValidationError("This rate has begun and cannot be deleted.")
             return super().delete(*args, **options)
 

@@ -11,7 +11,6 @@ from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
-from django.utils import timezone
 from django.views.decorators.cache import never_cache
 
 from billing import overview
@@ -31,6 +30,7 @@ from sandboxes.admin.pools import PoolAdmin, PoolUsage, build_pool_usages
 from sandboxes.admin.sandboxes import SandboxAdmin
 from sandboxes.admin.sweeps import SweepAdmin
 from sandboxes.admin.webhooks import WebhookAdmin
+from sandboxes.db import database_time
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.models import LlmCall, Pool, Sandbox, Sweep, Webhook
 
@@ -110,7 +110,7 @@ def get_fleet_summary() -> FleetSummary:
 
 def build_fleet_summary(now: datetime | None = None) -> FleetSummary:
     """Compute the summary."""
-    now = now or timezone.now()
+    now = now or database_time.now()
     pools = sorted(pool_stats.collect_pool_stats(now=now), key=lambda one: (-one.used, one.name))
     used, capacity, cold = (sum(getattr(one, name) for one in pools) for name in ("used", "capacity", "cold"))
     tiles = [

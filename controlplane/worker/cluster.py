@@ -2,8 +2,11 @@
 
 django-q2's own cluster gives each of them a process, under a sentinel process. The threads execute the same functions, so that
 rows, signatures, schedules, attempts and results are those of django-q2. A thread cannot be killed: if a task exceeds its
-timeout, the task is recorded as failed and the whole process ends. A supervisor starts it again."""
+timeout, the task is recorded as failed and the whole process ends. A supervisor starts it again.
 
+Schedules and queue follow the clock of the database: django-q2's scheduler gets it in place of the host's."""
+
+import itertools
 import os
 import queue
 import signal
@@ -11,24 +14,23 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import datetime
 from typing import Any
 
 import structlog
 from django.db import Error as DatabaseError
 from django.db import connections
-from django.utils import timezone
+from django_q import scheduler as scheduling
 from django_q.brokers import get_broker
 from django_q.conf import Conf
 from django_q.monitor import monitor
 from django_q.pusher import pusher
-from django_q.scheduler import scheduler
 from django_q.signals import pre_execute
 from django_q.worker import worker
 
 from controlplane import schedules
 from controlplane.worker.heartbeat import HeartbeatFile
 from sandboxes import queue_threads
+from sandboxes.db import database_time
 
 log = structlog.get_logger(__name__)
 CHECK_INTERVAL_SECONDS = 0.5  # of the threads
@@ -36,6 +38,16 @@ SCHEDULER_INTERVAL_SECONDS = 30.0
 SAVE_TIMEOUT_SECONDS = 10.0  # for the record of a task that exceeded its timeout
 END_OF_QUEUE = "STOP"  # ends the loops of django-q2's worker and monitor
 IDLE, RECYCLED = -1.0, -2.0  # values of a timer that django-q2's worker sets between tasks, and when it ends to free memory
+SWEEP_NUMBERS = itertools.count(1)  # of the sweeps that this process begins
+
+
+class DatabaseClock:
+    """The database's clock in place of `django.utils.timezone` in django-q2's scheduler (1.11)."""
+
+    now = staticmethod(database_time.now)
+
+
+scheduling.timezone, scheduling.localtime = DatabaseClock, database_time.now
 
 
 class TaskTimer:
@@ -76,12 +88,12 @@ class QueueThread(threading.Thread):
 
 
 class WorkerThread(QueueThread):
-    """Thread that executes tasks. `task` is the task that was begun last, `sweep_begun_at` the time of the last sweep."""
+    """Thread that executes tasks. `task` is the task that was begun last, `sweep_number` the number of the last sweep."""
 
     def __init__(self, task_queue: "queue.Queue[Any]", result_queue: "queue.Queue[Any]", timeout: int) -> None:
         self.timer = TaskTimer()
         self.task: dict[str, Any] | None = None
-        self.sweep_begun_at: datetime | None = None
+        self.sweep_number = 0
         super().__init__(worker, task_queue, result_queue, self.timer, timeout)
 
     def run(self) -> None:
@@ -95,7 +107,7 @@ def remember_task(sender: Any, func: Any, task: dict[str, Any], **kwargs: Any) -
     if isinstance(thread, WorkerThread):
         thread.task = task
         if task["func"] == schedules.SCHEDULED_FUNCTION:
-            thread.sweep_begun_at = timezone.now()
+            thread.sweep_number = next(SWEEP_NUMBERS)
 
 
 class Cluster:
@@ -127,10 +139,11 @@ class Cluster:
             self._start_worker()
         self.monitor.start()
         self.pusher.start()
-        next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
+        next_schedule_at, sweeps_begun = time.monotonic() + SCHEDULER_INTERVAL_SECONDS, 0
         while not self._stopping.wait(CHECK_INTERVAL_SECONDS):
             self._check_threads()
-            self.heartbeat.update(max((each.sweep_begun_at for each in self.workers if each.sweep_begun_at), default=None))
+            sweeps_begun = max(sweeps_begun, *(each.sweep_number for each in self.workers))
+            self.heartbeat.update(sweeps_begun)
             if time.monotonic() >= next_schedule_at:
                 next_schedule_at = time.monotonic() + SCHEDULER_INTERVAL_SECONDS
                 self._enqueue_due_sweeps()
@@ -138,8 +151,9 @@ class Cluster:
 
     def _enqueue_due_sweeps(self) -> None:
         try:
-            forgotten = schedules.forget_future(self.broker.list_key, now=timezone.now())
-            postponed = schedules.postpone_queued_sweeps(self.broker.list_key, now=timezone.now())
+            now = database_time.now()
+            forgotten = schedules.forget_future(self.broker.list_key, now=now)
+            postponed = schedules.postpone_queued_sweeps(self.broker.list_key, now=now)
         except DatabaseError as error:  # django-q2's scheduler logs its errors likewise, and is called again
             log.error("due sweeps not enqueued", error=str(error))
             connections.close_all()
@@ -148,7 +162,7 @@ class Cluster:
             log.warning("clock was ahead, schedule corrected", rows=forgotten)
         if postponed:
             log.warning("queue behind its schedule", postponed=postponed)
-        scheduler(broker=self.broker)
+        scheduling.scheduler(broker=self.broker)
 
     def _start_worker(self) -> None:
         thread = WorkerThread(self.task_queue, self.result_queue, Conf.TIMEOUT)
@@ -183,7 +197,7 @@ class Cluster:
         task = dict(thread.task or {})
         log.critical("task exceeded its timeout, ending the process", task=task.get("func"), group=task.get("group"))
         if task:
-            task |= {"result": "The task exceeded its timeout.", "success": False, "stopped": timezone.now()}
+            task |= {"result": "The task exceeded its timeout.", "success": False, "stopped": database_time.now()}
             self.result_queue.put(task)
         self.result_queue.put(END_OF_QUEUE)
         self.monitor.join(SAVE_TIMEOUT_SECONDS)

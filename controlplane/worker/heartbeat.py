@@ -11,7 +11,6 @@ import structlog
 from django.conf import settings
 from django.db import Error as DatabaseError
 from django.db import connections
-from django.utils import timezone
 
 from controlplane import schedules
 from sandboxes.db import database_time
@@ -34,28 +33,27 @@ class HeartbeatFile:
 
     def __init__(self) -> None:
         self._path, self._next_update_at = get_path(), 0.0
-        self._seen: tuple[datetime | None, datetime | None] = (None, None)
+        self._seen: tuple[datetime | None, int] = (None, 0)
 
-    def update(self, begun_at: datetime | None = None) -> None:
-        """Write the present time if there was progress since the last call. `begun_at` is when this worker's last sweep began.
+    def update(self, sweeps_begun: int = 0) -> None:
+        """Write the present time if there was progress since the last call. `sweeps_begun` counts this worker's sweeps.
 
         The first heartbeat that is found may be one of an earlier worker: its age counts. While the database does not respond,
         write the present time, too: a restart of the worker would not help."""
         if time.monotonic() < self._next_update_at:
             return
         self._next_update_at = time.monotonic() + FIRST_INTERVAL_SECONDS
-        now = timezone.now()
         try:
-            own = Sweep.objects.filter(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=now))
+            own = Sweep.objects.filter(name=schedules.HEARTBEAT, host=registry.find_worker_host(now=database_time.now()))
             executed_at = own.values_list("succeeded_at", flat=True).first()
         except DatabaseError:
             connections.close_all()
             self._write(time.monotonic())
             return
-        seen, self._seen = self._seen, (executed_at, begun_at)
-        if executed_at or begun_at:
+        seen, self._seen = self._seen, (executed_at, sweeps_begun)
+        if executed_at or sweeps_begun:
             self._next_update_at = time.monotonic() + UPDATE_INTERVAL_SECONDS
-        if seen == (None, None) and executed_at and not begun_at:
+        if seen == (None, 0) and executed_at and not sweeps_begun:
             self._write(time.monotonic() - max((database_time.now() - executed_at).total_seconds(), 0.0))
         elif self._seen != seen:
             self._write(time.monotonic())

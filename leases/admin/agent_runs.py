@@ -7,7 +7,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Q
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
@@ -33,6 +32,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field
+from sandboxes.db import database_time
 from sandboxes.models import Run
 from sandboxes.storage.base import StoreError
 from sandboxes.stores import lease_stores
@@ -87,7 +87,7 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
 
     @display(description="Duration")
     def lasted(self, row: AgentRun) -> str:
-        return format_duration((row.ended_at or timezone.now()) - row.started_at)
+        return format_duration((row.ended_at or database_time.now()) - row.started_at)
 
     @display(description="Started")
     def started(self, row: AgentRun) -> SafeString | str:
@@ -98,7 +98,7 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
         return render_two_lines(row.lease.agent_did, row.lease.environment_id)
 
     def get_page_context(self, request: HttpRequest, row: AgentRun) -> dict[str, Any]:
-        result = load_result(row.pk, now=timezone.now())
+        result = load_result(row.pk, now=database_time.now())
         ending = "" if result.run is None or result.run.exit_code is None else f"exit code {result.run.exit_code}"
         messages, error = load_messages(row)
         return {
@@ -161,7 +161,7 @@ class QueuedRunAdmin(ReadOnlyModelAdmin):
 
     @display(description="Time in queue")
     def waited(self, row: QueuedRun) -> str:
-        return format_duration((row.started_at or row.ended_at or timezone.now()) - row.queued_at)
+        return format_duration((row.started_at or row.ended_at or database_time.now()) - row.queued_at)
 
     @display(description="Queued")
     def queued(self, row: QueuedRun) -> SafeString | str:

@@ -5,7 +5,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Count
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -21,6 +20,7 @@ from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, 
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.identity import build_signing_key_field
 from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
+from sandboxes.db import database_time
 from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.models import AgentData, Quota, Sandbox, SandboxState
 
@@ -62,7 +62,7 @@ class AgentAdmin(ConsoleModelAdmin):
         leases = Lease.objects.filter(agent_did=row.did)
         active, latest = leases.filter(status=LeaseStatus.ACTIVE).count(), leases.order_by("-leased_at").first()
         live = Sandbox.objects.filter(agent_did=row.did).exclude(state=SandboxState.DESTROYED).count()
-        now = timezone.now()
+        now = database_time.now()
         return {
             "notices": budgets.build_agent_notices(request, row.did, now),
             "facts": [

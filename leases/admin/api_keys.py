@@ -8,7 +8,6 @@ from django.contrib import admin, messages
 from django.db.models import Q
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -40,6 +39,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference
+from sandboxes.db import database_time
 
 UNRESTRICTED_TEXT = "all that are not restricted"
 
@@ -114,7 +114,7 @@ ROTATE_KEY_ACTION = AdminAction(
     warning="A new secret is issued and shown once. The previous secret is accepted until the end of the overlap.",
     done="rotated",
     refusal_reason="revoked or expired",
-    legal=lambda key: key.revoked_at is None and not api_keys.is_expired(key, timezone.now()),
+    legal=lambda key: key.revoked_at is None and not api_keys.is_expired(key, database_time.now()),
     verb=_rotate_key,
     icon="autorenew",
     permissions=("leases.change_agentkey",),
@@ -149,7 +149,7 @@ class AgentKeyForm(forms.ModelForm):
 
     def clean_expires_at(self) -> datetime | None:
         expires_at: datetime | None = self.cleaned_data["expires_at"]
-        if expires_at and "expires_at" in self.changed_data and expires_at <= timezone.now():
+        if expires_at and "expires_at" in self.changed_data and expires_at <= database_time.now():
             raise forms.ValidationError("The expiry must be in the future. Revoke the key to end it now.")
         return expires_at
 
@@ -229,7 +229,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def state(self, row: AgentKey) -> SafeString:
-        return render_key_state(row, timezone.now())
+        return render_key_state(row, database_time.now())
 
     @display(description="Last used")
     def last_used(self, row: AgentKey) -> SafeString | str:
@@ -258,7 +258,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
     def _describe_expiry(self, row: AgentKey) -> SafeString | str:
         if row.revoked_at:
             return render_time_ago(row.revoked_at)
-        if api_keys.is_expired(row, timezone.now()):
+        if api_keys.is_expired(row, database_time.now()):
             return render_time_ago(row.expires_at)
         return format_time_until(row.expires_at, "expires", "") or "does not expire"
 
@@ -279,7 +279,7 @@ class AgentKeyAdmin(ConsoleModelAdmin):
             limits={name: getattr(obj, name) for name in LIMIT_FIELDS},
             expires_at=obj.expires_at,
             project=obj.project.name,
-            now=timezone.now(),
+            now=database_time.now(),
         )
         obj.pk, obj.prefix = row.pk, row.prefix
         messages.warning(request, format_key_message(key))

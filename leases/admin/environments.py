@@ -13,7 +13,6 @@ from django.db.models import Count, Q
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path, reverse
-from django.utils import timezone
 from django.utils.decorators import method_decorator
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
@@ -56,6 +55,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.db import database_time
 
 MAX_MOVES = 60  # on one page of the play-by-play
 MAX_SHOWN_PARTICIPANTS = 5
@@ -138,7 +138,7 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Duration")
     def lasted(self, row: Environment) -> str:
-        return _format_lasted(row, timezone.now())
+        return _format_lasted(row, database_time.now())
 
     @display(description="Created")
     def started(self, row: Environment) -> SafeString | str:
@@ -174,7 +174,7 @@ class EnvironmentAdmin(ReadOnlyModelAdmin):
         return render(request, "admin/leases/environment/live.html", context, status=status)
 
     def get_page_context(self, request: HttpRequest, row: Environment) -> dict[str, Any]:
-        return build_page(row, parse_turn(request, "turn"), parse_turn(request, "until"), now=timezone.now())
+        return build_page(row, parse_turn(request, "turn"), parse_turn(request, "until"), now=database_time.now())
 
 
 def build_page(row: Environment, turn_id: int | None, until_id: int | None, *, now: datetime) -> dict[str, Any]:

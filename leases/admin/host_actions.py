@@ -1,16 +1,15 @@
 """Actions on hosts, which end the leases of their sandboxes."""
 
-from django.utils import timezone
-
 from leases.sweeps import declare_host_lost
 from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.hosts import HostAdmin
+from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Host
 
 
 def _is_unreachable(host: Host) -> bool:
-    return registry.get_state(host, now=timezone.now()) == "unreachable"
+    return registry.get_state(host, now=database_time.now()) == "unreachable"
 
 
 DECLARE_LOST_ACTION = AdminAction(

@@ -39,6 +39,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.models import Run, RunOutcome, Sandbox
 
@@ -133,11 +134,11 @@ class LeaseAdmin(ReadOnlyModelAdmin):
 
     @display(description="Ends")
     def ends(self, row: Lease) -> SafeString:
-        return render_lease_end(row, timezone.now())
+        return render_lease_end(row, database_time.now())
 
     @display(description="Duration")
     def held(self, row: Lease) -> str:
-        return format_duration((row.ended_at or timezone.now()) - row.leased_at)
+        return format_duration((row.ended_at or database_time.now()) - row.leased_at)
 
     @display(description="Type and pool")
     def kind(self, row: Lease) -> SafeString:
@@ -148,7 +149,7 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         return render_time_ago(row.last_activity_at)
 
     def get_page_context(self, request: HttpRequest, row: Lease) -> dict[str, Any]:
-        now = timezone.now()
+        now = database_time.now()
         before, only = _parse_datetime(request.GET.get("before", "")), request.GET.get("only", "")
         entries, older = load_timeline(row, before=before, only=only)
         notices, budget_fields = budgets.summarize_lease_budgets(request, row, now)
@@ -281,7 +282,7 @@ class TurnAdmin(ReadOnlyModelAdmin):
 
     @display(description="Duration")
     def lasted(self, row: Turn) -> str:
-        return format_duration((row.ended_at or timezone.now()) - row.started_at)
+        return format_duration((row.ended_at or database_time.now()) - row.started_at)
 
     @display(description="Started")
     def started(self, row: Turn) -> SafeString | str:

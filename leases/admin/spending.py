@@ -7,7 +7,6 @@ from typing import Any
 from django.contrib.admin.utils import unquote
 from django.db.models import Count, F, Sum
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.html import format_html
 from unfold.widgets import UnfoldAdminTextInputWidget
 
@@ -20,6 +19,7 @@ from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import SummaryField, format_usd, render_meter
 from sandboxes.admin.egress_connections import build_connections_url
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
+from sandboxes.db import database_time
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.formatting import format_bytes
 from sandboxes.models import EgressConnection, LlmCall
@@ -106,7 +106,7 @@ def build_lease_network_fields(lease: Lease) -> list[SummaryField]:
 def build_agent_spending_fields(did: str) -> list[SummaryField]:
     """Build calls, tokens and cost of the agent's model calls in the last 30 days, under any lease. One query."""
     total = calculate_totals(
-        LlmCall.objects.filter(agent_did=did, started_at__gte=timezone.now() - StartedWithinFilter.lengths[RECENT_PERIOD])
+        LlmCall.objects.filter(agent_did=did, started_at__gte=database_time.now() - StartedWithinFilter.lengths[RECENT_PERIOD])
     )
     calls = build_calls_field(total, "Model calls, last 30 days", agent_did=did, since=RECENT_PERIOD)
     return [calls, build_tokens_field(total), build_model_cost_field(total, "last 30 days", agent_did=did, since=RECENT_PERIOD)]

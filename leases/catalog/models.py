@@ -62,7 +62,7 @@ class CatalogAgent(models.Model):
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
         help_text="Of the model calls of one run, USD. Empty: no limit.",
     )  # fmt: skip
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     enabled = models.BooleanField(default=True, help_text="Listed, and can be run by clients.")
 
     class Meta:

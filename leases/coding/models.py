@@ -90,7 +90,7 @@ class Repository(models.Model):
         Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="Project of the environments whose tasks use the repository.",
     )  # fmt: skip
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
 
     class Meta:
         ordering = ["name"]
@@ -124,7 +124,7 @@ class CodingTask(models.Model):
     pull_request_url = models.CharField(max_length=500, blank=True)
     submissions = models.PositiveIntegerField(default=0)
     refusals = models.JSONField(default=list, blank=True, help_text="Reasons why the last submission was refused.")
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     created_by = models.CharField(max_length=255, blank=True)
     submitted_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)

@@ -26,19 +26,31 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 log = structlog.get_logger(__name__)
 TASK_COMPLETE, MERGED, CLOSED = "task.complete", "pr.merged", "pr.closed"  # conditions
 MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = timedelta(minutes=1), timedelta(hours=1)
+SLOW_FAILURE = timedelta(seconds=5)  # after which a pass asks this forge no more for the repository
 POLL_CLAIM = timedelta(minutes=5)  # longer than requests to a forge take
 
 
 def poll_pull_requests(*, now: datetime, limit: int = 100) -> SweepResult:
-    """Open the pull requests of pushed branches, and read the state of open ones. Abandon tasks whose environment ended."""
-    result = SweepResult()
+    """Open the pull requests of pushed branches, and read the state of open ones. Abandon tasks whose environment ended.
+
+    A forge that does not answer costs a pass the time of one request: the other tasks of its repository are postponed."""
+    result, silent = SweepResult(), set[int]()
     clock = clock_from(now)
-    for pk in list(find_due(now=now).values_list("pk", flat=True)[:limit]):
+    for pk, repository in list(find_due(now=now).values_list("pk", "repository_id")[:limit]):
         if clock() - now >= PASS_TIME_LIMIT:
             break
+        if repository in silent:
+            continue
         note_progress()
+        started = clock()
         try:
-            result.note(propose_or_poll(pk, now=clock(), actor="sweep"))
+            outcome = propose_or_poll(pk, now=started, actor="sweep")
+            result.note(outcome)
+            if outcome == "failed" and clock() - started >= SLOW_FAILURE:
+                silent.add(repository)
+                result.note(
+                    "postponed", find_due(now=now).filter(repository=repository).update(next_poll_at=now + MIN_POLL_INTERVAL)
+                )
         except Exception as failed:  # its claim passes, and the others are polled meanwhile
             log.exception("pull request not polled", task=str(pk))
             result.failures.append(f"task {pk}: {failed}")

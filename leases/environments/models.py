@@ -43,7 +43,7 @@ class Environment(models.Model):
         default=False, db_default=False, editable=False, help_text="Created by the first lease of an agent, not by an operator."
     )
     phase = models.CharField(max_length=64, blank=True, help_text='Part of the game, such as "combat".')
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     started_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True, help_text="operator, unused or condition:<name>.")

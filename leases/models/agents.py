@@ -24,7 +24,7 @@ class Agent(models.Model):
         Project, on_delete=models.PROTECT, default=DEFAULT_PROJECT_ID, db_default=Value(DEFAULT_PROJECT_ID), related_name="+",
         help_text="The agent enters environments of this project only.",
     )  # fmt: skip
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
 
     class Meta:
         ordering = ["did"]
@@ -85,7 +85,7 @@ class AgentKey(ResourceLimits):
         default=list, db_default=Value([], models.JSONField()), blank=True,
         help_text="Pools of new leases. Empty: every pool that is not restricted, and the pool that the environment type sets.",
     )  # fmt: skip
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Accurate to one minute.")
     expires_at = models.DateTimeField(null=True, blank=True, help_text="The key is rejected from then on. Empty: never.")
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)

@@ -13,7 +13,7 @@ class Project(models.Model):
     projects: an account pays, and its memberships are dated."""
 
     name = models.SlugField(max_length=63, unique=True)
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
 
     class Meta:
         default_permissions = ("add", "view")

@@ -13,7 +13,6 @@ from django.http import Http404, HttpRequest
 from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -35,6 +34,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.model_admin import build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, render_holders
 from sandboxes.admin.data_events import render_data_event
+from sandboxes.db import database_time
 from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.models import GONE_STATES, Sandbox
 from sandboxes.models.state import AgentData, Attachment, DataEvent, DataFile, DataStorageMode
@@ -225,7 +225,7 @@ class AgentDataAdmin(DownloadModelAdmin):
         wanted = get_object_or_404(select_file_versions(row), path=parse_path_param(request, "path"), kind="file")
 
         def read(stack: ExitStack) -> Download:
-            content = pull.fetch_contents([wanted], stack, now=timezone.now())
+            content = pull.fetch_contents([wanted], stack, now=database_time.now())
             return content[wanted.path], wanted.size_bytes, wanted.path.rpartition("/")[2]
 
         return self.send_download(request, row, wanted.path, self.get_directory_url(row, wanted.path.rpartition("/")[0]), read)
@@ -242,7 +242,7 @@ class AgentDataAdmin(DownloadModelAdmin):
 
         def read(stack: ExitStack) -> Download:
             whole = stack.enter_context(open_spool())
-            pull.write_tar(wanted, whole, now=timezone.now())
+            pull.write_tar(wanted, whole, now=database_time.now())
             length = whole.seek(0, SEEK_END)
             whole.seek(0)
             return whole, length, "-".join([row.agent_did, *directory.split("/")[-1:]]).rstrip("-") + ".tar"

@@ -10,7 +10,6 @@ from django.contrib import admin
 from django.db.models import Count, Q
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
@@ -28,6 +27,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Event, Webhook
 from sandboxes.webhooks import delivery, outbox
@@ -151,7 +151,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
     @display(description="State")
     def state(self, row: Delivery) -> SafeString:
-        return render_two_lines(render_delivery_state(row), format_delivery_time(row, timezone.now()))
+        return render_two_lines(render_delivery_state(row), format_delivery_time(row, database_time.now()))
 
     @display(description="Attempts")
     def attempts(self, row: Delivery) -> str:
@@ -170,7 +170,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
                     render_admin_link("sandboxes_webhook", row.webhook_id, truncate_text(row.webhook.url, 60)),
                     note=render_webhook_state(row.webhook),
                 ),
-                SummaryField("State", render_delivery_state(row), note=format_delivery_time(row, timezone.now())),
+                SummaryField("State", render_delivery_state(row), note=format_delivery_time(row, database_time.now())),
                 SummaryField("Attempts", f"{row.tries:,}", note="since the delivery was last requested"),
                 SummaryField("Last response", row.last_status or "–", note=row.last_error, alarm=bool(row.last_error)),
                 SummaryField("Occurred", render_time_ago(row.event.at), note=render_timestamp(row.event.at)),

@@ -6,7 +6,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Count, Q
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
@@ -25,6 +24,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.engine_quotas import build_quota_fields, build_quota_panels
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import Host, Sandbox, SandboxState
@@ -40,7 +40,7 @@ RESUME_STARTS_ACTION = AdminAction(
     warning="Sandboxes are started on this host again. Three more failures in a row pause the starts again.",
     done="starts sandboxes again",
     refusal_reason="its starts are not paused",
-    legal=lambda row: start_breaker.is_open(row, now=timezone.now()),
+    legal=lambda row: start_breaker.is_open(row, now=database_time.now()),
     verb=lambda row, actor, reason, now: start_breaker.reset(row, now=now, actor=actor),
     icon="replay",
     permissions=("sandboxes.drain_pool",),
@@ -78,7 +78,7 @@ class HostAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def state(self, row: Host) -> SafeString:
-        now = timezone.now()
+        now = database_time.now()
         problems = {"starts paused": start_breaker.is_open(row, now=now), "image missing": row.missing_images}
         alarm = ", ".join(text for text, present in problems.items() if present)
         state = render_state(row, now)
@@ -105,7 +105,7 @@ class HostAdmin(ConsoleModelAdmin):
         return row.version or "–"
 
     def get_page_context(self, request: HttpRequest, row: Host) -> dict[str, Any]:
-        now = timezone.now()
+        now = database_time.now()
         state = registry.get_state(row, now=now)
         notes = {
             "unreachable": "its sandboxes and their leases wait for it",

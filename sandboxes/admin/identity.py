@@ -10,7 +10,6 @@ from django.contrib import admin, messages
 from django.db.models import Count, Max, Q
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -31,6 +30,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin, ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field, get_reference, render_holders
+from sandboxes.db import database_time
 from sandboxes.errors import SigningKeyExists
 from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey
@@ -206,7 +206,7 @@ class SigningKeyAdmin(ConsoleModelAdmin):
 
     def save_model(self, request: HttpRequest, obj: SigningKey, form: Any, change: bool) -> None:
         private = curves.generate_key(obj.algorithm)
-        row = signing.create_key(obj.agent_did, now=timezone.now(), actor=request.user.get_username(), private=private)
+        row = signing.create_key(obj.agent_did, now=database_time.now(), actor=request.user.get_username(), private=private)
         obj.pk, obj.public_key = row.pk, row.public_key
         get_reference("agent").ensure_exists(obj.agent_did)
 
@@ -296,7 +296,7 @@ class MintedTokenAdmin(ReadOnlyModelAdmin):
 
     @display(description="Expires")
     def ends(self, row: MintedToken) -> SafeString:
-        return render_token_expiry(row, timezone.now())
+        return render_token_expiry(row, database_time.now())
 
     def get_page_context(self, request: HttpRequest, row: MintedToken) -> dict[str, Any]:
         return {
@@ -306,7 +306,7 @@ class MintedTokenAdmin(ReadOnlyModelAdmin):
                 build_agent_field(row.agent_did),
                 *([build_holder_field(row.holder)] if row.holder else []),
                 SummaryField("Issued", render_time_ago(row.at), note=f"requested by {row.actor}" if row.actor else ""),
-                SummaryField("Expires", render_token_expiry(row, timezone.now()), note=render_timestamp(row.expires_at)),
+                SummaryField("Expires", render_token_expiry(row, database_time.now()), note=render_timestamp(row.expires_at)),
                 SummaryField("Signed with", _render_key_link(row.key), note=render_key_state(row.key)),
             ]
         }

@@ -6,7 +6,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_time
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -33,6 +32,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.db import database_time
 from sandboxes.egress import model_pricing
 from sandboxes.egress.amounts import REFUSED_CODES
 from sandboxes.egress.logs import upstream_records
@@ -62,7 +62,7 @@ class StartedWithinFilter(RadioFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[LlmCall]) -> QuerySet[LlmCall]:
         length = self.lengths.get(self.value() or "")
-        return queryset.filter(started_at__gte=timezone.now() - length) if length else queryset
+        return queryset.filter(started_at__gte=database_time.now() - length) if length else queryset
 
 
 class StartedBetweenFilter(RangeDateTimeFilter):

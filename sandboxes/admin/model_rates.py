@@ -11,7 +11,6 @@ from django.db.models import Q
 from django.http import HttpRequest
 from django.shortcuts import get_object_or_404
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -32,6 +31,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.db import database_time
 from sandboxes.egress import model_pricing
 from sandboxes.models import TokenKind, TokenRate
 from sandboxes.models.token_rates import MILLION, check_rates, get_unit, save_rates
@@ -103,7 +103,7 @@ DELETE_RATE_ACTION = AdminAction(
     warning="The rate is not in force yet, so no price depends on it. The present rate stays in force.",
     done="deleted",
     refusal_reason="already in force; prices of calls depend on it",
-    legal=lambda rate: rate.valid_from > timezone.now(),
+    legal=lambda rate: rate.valid_from > database_time.now(),
     verb=_delete_rate,
     icon="delete",
     permissions=("sandboxes.change_tokenrate",),
@@ -139,7 +139,7 @@ class ModelRateAdmin(ConsoleModelAdmin):
         return super().get_form(request, obj, change, **(kwargs if change else {"form": ModelRateAddForm, **kwargs}))
 
     def get_changeform_initial_data(self, request: HttpRequest) -> dict[str, Any]:
-        return {"valid_from": timezone.now().replace(microsecond=0), **super().get_changeform_initial_data(request)}
+        return {"valid_from": database_time.now().replace(microsecond=0), **super().get_changeform_initial_data(request)}
 
     def save_model(self, request: HttpRequest, obj: TokenRate, form: Any, change: bool) -> None:
         """Save a row for each price. The first one stands for all of them in the message and the log."""
@@ -160,7 +160,7 @@ class ModelRateAdmin(ConsoleModelAdmin):
 
     @display(description="Valid from")
     def since(self, row: TokenRate) -> SafeString | str:
-        left = row.valid_from - timezone.now()
+        left = row.valid_from - database_time.now()
         return (
             render_timestamp(row.valid_from, f"in {format_age(left)}")
             if left > timedelta(0)
@@ -169,10 +169,10 @@ class ModelRateAdmin(ConsoleModelAdmin):
 
     @display(description="State")
     def condition(self, row: TokenRate) -> SafeString:
-        return render_badge("ok", "in force") if row.valid_from <= timezone.now() else render_badge("waiting", "scheduled")
+        return render_badge("ok", "in force") if row.valid_from <= database_time.now() else render_badge("waiting", "scheduled")
 
     def get_page_context(self, request: HttpRequest, row: TokenRate) -> dict[str, Any]:
-        now = timezone.now()
+        now = database_time.now()
         waiting = model_pricing.count_priceable(row.pattern, now, MAX_UNPRICED_CALLS_COUNTED)
         models = model_pricing.find_matched_models(row.pattern, since=now - MATCH_PERIOD, now=now)
         others = TokenRate.objects.filter(pattern=row.pattern).exclude(pk=row.pk)

@@ -9,7 +9,6 @@ from django.conf import settings
 from django.contrib import admin
 from django.db.models import Count, Q
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -35,6 +34,7 @@ from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.engine_quotas import QuotaPanel, build_quota_fields, build_quota_panels
 from sandboxes.admin.quotas import build_add_quota_url, build_quota_row
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.hosts import capacity, engine_quotas
 from sandboxes.models import Host, Pool, SandboxState
@@ -67,7 +67,7 @@ CLOSE_CIRCUIT_ACTION = AdminAction(
     warning="The next sweep, within a minute, starts warm sandboxes again. Three more failures in a row reopen the circuit.",
     done="warming up again",
     refusal_reason="its circuit is closed",
-    legal=lambda row: is_circuit_open(row, timezone.now()),
+    legal=lambda row: is_circuit_open(row, database_time.now()),
     verb=lambda row, actor, reason, now: allocation.resume_warming(row, now=now, actor=actor),
     icon="replay",
     permissions=("sandboxes.drain_pool",),
@@ -232,19 +232,19 @@ class PoolAdmin(ConsoleModelAdmin):
         if change and form.cleaned_data["capacity"] == form.initial["capacity"]:
             # changed_data compares a field with a callable default to a hidden input, which a client may omit
             changed = [name for name in changed if name != "capacity"]
-        capacity.save_pool(obj, changed, now=timezone.now())
+        capacity.save_pool(obj, changed, now=database_time.now())
         if change and automatic and not obj.automatic_capacity:
             form.changed_data.append("automatic_capacity")  # stated in the log entry
 
     def annotate_rows(self, rows: list[Pool]) -> None:
-        by_pool = {each.pk: each for each in pool_stats.collect_pool_stats(now=timezone.now())}
+        by_pool = {each.pk: each for each in pool_stats.collect_pool_stats(now=database_time.now())}
         for row in rows:
             row.stats = by_pool[row.pk]  # type: ignore[attr-defined]
 
     @display(description="State")
     def condition(self, row: Pool) -> SafeString:
         state = render_badge("draining") if row.draining else render_badge("ok", "active")
-        problems = {"circuit open": is_circuit_open(row, timezone.now()), "starts failing": row.starts_failing_since}
+        problems = {"circuit open": is_circuit_open(row, database_time.now()), "starts failing": row.starts_failing_since}
         alarm = ", ".join(text for text, present in problems.items() if present)
         return render_two_lines(state, format_html('<b class="lh-alarm">{}</b>', alarm)) if alarm else state
 
@@ -268,7 +268,7 @@ class PoolAdmin(ConsoleModelAdmin):
         return render_two_lines(f"{row.memory_mib:,} MiB", f"{row.millicpus / 1000:g} CPU, {row.pids} processes")
 
     def get_page_context(self, request: HttpRequest, row: Pool) -> dict[str, Any]:
-        now = timezone.now()
+        now = database_time.now()
         stats = next(each for each in pool_stats.collect_pool_stats(now=now) if each.pk == row.pk)
         may_view = request.user.has_perm("sandboxes.view_quota")
         quotas = list(row.quotas.order_by("-used", "agent_did")[: MAX_PANEL_ROWS + 1]) if may_view else []

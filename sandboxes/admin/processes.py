@@ -5,7 +5,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Q
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
@@ -23,6 +22,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.db import database_time
 from sandboxes.formatting import format_path
 from sandboxes.models import Process, ProcessStatus
 
@@ -73,7 +73,9 @@ class ProcessAdmin(ReadOnlyModelAdmin):
     def restart_count(self, row: Process) -> SafeString | str:
         if row.restart_at is None:
             return str(row.restarts or "")
-        return render_two_lines(str(row.restarts or ""), "next restart due" if row.restart_at <= timezone.now() else "waiting")
+        return render_two_lines(
+            str(row.restarts or ""), "next restart due" if row.restart_at <= database_time.now() else "waiting"
+        )
 
     @display(description="Started")
     def started(self, row: Process) -> SafeString | str:
@@ -112,4 +114,4 @@ def render_process_state(row: Process) -> SafeString:
 
 
 def format_process_duration(row: Process) -> str:
-    return format_duration((row.ended_at or timezone.now()) - row.started_at)
+    return format_duration((row.ended_at or database_time.now()) - row.started_at)

@@ -9,7 +9,6 @@ from django.db.models import Q
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -29,6 +28,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_holder_field
+from sandboxes.db import database_time
 from sandboxes.failed_by import classify_run
 from sandboxes.formatting import pluralize
 from sandboxes.models import Run, RunOutcome
@@ -39,7 +39,7 @@ from sandboxes.storage.base import StoreError
 
 def format_run_duration(run: Run) -> str:
     """Format the duration of a run, up to now if it is still running."""
-    return format_duration(run.duration if run.duration is not None else timezone.now() - run.started_at)
+    return format_duration(run.duration if run.duration is not None else database_time.now() - run.started_at)
 
 
 def render_run_outcome(run: Run) -> SafeString:

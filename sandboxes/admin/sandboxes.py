@@ -8,7 +8,6 @@ from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.contrib.filters.admin import RadioFilter
@@ -41,6 +40,7 @@ from sandboxes.admin.readings import build_cpu_field
 from sandboxes.admin.runs import format_run_duration, render_run_outcome
 from sandboxes.admin.snapshots import SNAPSHOT_KIND_LABELS, SnapshotAdmin, describe_snapshot_location, find_snapshots
 from sandboxes.admin.tabs import SANDBOX_TABS
+from sandboxes.db import database_time
 from sandboxes.formatting import format_bytes, pluralize
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Sandbox, SandboxState, Snapshot, Transition
@@ -105,7 +105,7 @@ class TimeInStateFilter(RadioFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Sandbox]) -> QuerySet[Sandbox]:
         length = self.lengths.get(self.value() or "")
-        return queryset.filter(state_since__lt=timezone.now() - length) if length else queryset
+        return queryset.filter(state_since__lt=database_time.now() - length) if length else queryset
 
 
 @admin.register(Sandbox)
@@ -172,7 +172,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     # --- the page -----------------------------------------------------------------------------------------------------
 
     def get_page_context(self, request: HttpRequest, row: Sandbox) -> dict[str, Any]:
-        now, isolation = timezone.now(), "" if row.isolated else ", not isolated"
+        now, isolation = database_time.now(), "" if row.isolated else ", not isolated"
         isolation += NETWORK_NOTES[Network(row.network)]
         ref = format_html('<span class="lh-command">{}</span>', row.ref or "–")
         entries = self.list_entries(row)
@@ -273,7 +273,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
 
 
 def build_host_field(host: Host) -> SummaryField:
-    state = registry.get_state(host, now=timezone.now())
+    state = registry.get_state(host, now=database_time.now())
     return SummaryField("Host", render_admin_link("sandboxes_host", host.pk, host), note=state, alarm=state != "live")
 
 
@@ -292,7 +292,7 @@ def build_background_processes_field(row: Sandbox) -> SummaryField:
     open_processes = row.processes.filter(ended_at__isnull=True)
     running = open_processes.count()
     note = "they do not prevent eviction"
-    if row.suspend_after and running and suspension.find_keeping_awake(now=timezone.now()).filter(sandbox=row).exists():
+    if row.suspend_after and running and suspension.find_keeping_awake(now=database_time.now()).filter(sandbox=row).exists():
         note = "they prevent suspension, but not eviction"
     return SummaryField(
         "Background processes",

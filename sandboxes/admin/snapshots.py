@@ -10,7 +10,6 @@ from django.db.models import Q, QuerySet
 from django.http import Http404, HttpRequest, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, path, reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -28,6 +27,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
+from sandboxes.db import database_time
 from sandboxes.formatting import format_bytes
 from sandboxes.models import Sandbox
 from sandboxes.models.state import Snapshot, SnapshotKind
@@ -126,7 +126,7 @@ class SnapshotAdmin(DownloadModelAdmin):
             return HttpResponseRedirect(back)
 
         def read(stack: ExitStack) -> Download:
-            source, _ = stack.enter_context(workspace.open_snapshot(row, place, now=timezone.now()))
+            source, _ = stack.enter_context(workspace.open_snapshot(row, place, now=database_time.now()))
             length = source.seek(0, SEEK_END)
             source.seek(0)
             return source, length, f"{row.sandbox} {row.at:%Y-%m-%d %H-%M-%S} {place}.tar"

@@ -6,7 +6,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import Q
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
@@ -24,6 +23,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.db import database_time
 from sandboxes.models import Sweep
 
 
@@ -58,7 +58,7 @@ class SweepAdmin(ReadOnlyModelAdmin):
 
     @display(description="Health")
     def health(self, row: Sweep) -> SafeString:
-        return render_sweep_health(row, timezone.now())
+        return render_sweep_health(row, database_time.now())
 
     @display(description="Last success")
     def succeeded(self, row: Sweep) -> SafeString | str:

@@ -8,7 +8,6 @@ from django.contrib import admin, messages
 from django.db.models import Count, Q
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminTextInputWidget
@@ -26,6 +25,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.deliveries import PENDING_FILTER, build_delivery_rows, render_webhook_state
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Webhook
 from sandboxes.models.webhooks import NOT_REMOVED, SUBSCRIBABLE_EVENT_TYPES
@@ -270,7 +270,7 @@ class WebhookAdmin(ConsoleModelAdmin):
         if change:
             return super().save_model(request, obj, form, change)
         row, secret = subscriptions.add_webhook(
-            obj.url, obj.kinds, internal=obj.internal, description=obj.description, now=timezone.now(),
+            obj.url, obj.kinds, internal=obj.internal, description=obj.description, now=database_time.now(),
             actor=request.user.get_username(),
         )  # fmt: skip
         obj.pk = row.pk

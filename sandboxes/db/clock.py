@@ -1,16 +1,22 @@
-"""Clock that continues from an injected `now`, the text form of times, and exponential backoff."""
+"""Clocks that are never set, the text form of times, and exponential backoff."""
 
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 Clock = Callable[[], datetime]
+UPTIME_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
 
 
 def clock_from(now: datetime) -> Clock:
     """Return a clock that starts at `now` and advances with the monotonic clock. For verbs that take `now` and wait."""
     started = time.monotonic()
     return lambda: now + timedelta(seconds=time.monotonic() - started)
+
+
+def read_uptime() -> float:
+    """Return the seconds since the machine was started, by a clock that is never set."""
+    return time.clock_gettime(UPTIME_CLOCK)
 
 
 def format_timestamp(moment: datetime) -> str:

@@ -43,7 +43,7 @@ class TokenUsage:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the counts are those of the whole call, which a price can be calculated from."""
+        """The counts are those of the whole call, so that a price follows from them."""
         return self.is_final and self.input_tokens is not None and self.output_tokens is not None
 
     def add(self, document: Any) -> None:

@@ -99,7 +99,7 @@ def follow(request):
         state = "unknown"
     else:
         state = "running" if is_running else "lost"
-    age = None if result is None else max(time.time() - _get_mtime(f"{base_path}.json"), 0.0)
+    age = None if result is None else max(time.time() - _get_mtime(f"{base_path}.json"), 0.0)  # noqa: TID251 - files of this sandbox
     return {"state": state, "output": contents, "result": result, "age": age}
 
 

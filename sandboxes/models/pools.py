@@ -119,7 +119,7 @@ class Pool(ResourceLimits):
         help_text="Maximum number of GPUs that a lease may request, at a provider that has some. Empty: none.",
     )  # fmt: skip
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     # Counts of destroyed sandboxes and of evictions. sandboxes.pool_stats adds the counters of live sandboxes.
     warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
     woken_local = models.PositiveBigIntegerField(default=0, editable=False)

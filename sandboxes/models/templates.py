@@ -49,7 +49,7 @@ class ImageTemplate(models.Model):
         null=True, blank=True, help_text="Size of the image with its base, if the vendor states it."
     )
     log = models.TextField(blank=True, help_text="Output of the last build, redacted; its middle is omitted if it is long.")
-    created_at = models.DateTimeField(default=timezone.now)
+    created_at = models.DateTimeField(default=timezone.now)  # noqa: TID251 - decides nothing
     requested_by = models.CharField(max_length=255, blank=True, help_text="Operator or API key of the last request.")
     started_at = models.DateTimeField(null=True, blank=True, help_text="Start of the last attempt.")
     finished_at = models.DateTimeField(null=True, blank=True, help_text="End of the last build.")

@@ -10,6 +10,7 @@ from django.db import models, transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from sandboxes.db import database_time
 from sandboxes.models.llm_calls import TokenKind
 
 INSERT_BATCH_SIZE = 500
@@ -45,7 +46,7 @@ class TokenRate(models.Model):
     valid_from = models.DateTimeField(help_text="Start of validity, by the start time of the call.")
     source = models.CharField(max_length=300, blank=True, help_text="Page or file that states the price.")
     note = models.CharField(max_length=300, blank=True)
-    created_at = models.DateTimeField(default=timezone.now, editable=False)
+    created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - shown only
 
     class Meta:
         verbose_name = "model rate"
@@ -77,7 +78,7 @@ class TokenRate(models.Model):
     def clean(self) -> None:
         """Refuse to change a rate that has begun: priced calls refer to it."""
         stored = TokenRate.objects.filter(pk=self.pk).first() if self.pk else None
-        if stored and stored.valid_from <= timezone.now():
+        if stored and stored.valid_from <= database_time.now():
             raise ValidationError("This rate has begun and cannot change. Add a rate that begins later.")
 
     def save(self, *args: Any, **options: Any) -> None:
@@ -89,7 +90,7 @@ class TokenRate(models.Model):
         """Delete a rate that has not begun. Raise ValidationError if the stored row has begun."""
         with transaction.atomic():
             stored = TokenRate.objects.select_for_update().filter(pk=self.pk).first()
-            if stored and stored.valid_from <= timezone.now():
+            if stored and stored.valid_from <= database_time.now():
                 raise ValidationError("This rate has begun and cannot be deleted.")
             return super().delete(*args, **options)
 

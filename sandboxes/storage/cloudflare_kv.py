@@ -51,7 +51,7 @@ class CloudflareKVStore(KeyValueStore):
         timeout: tuple[float, float] = (5, 60),
         session: Callable[[], requests.Session] = requests.Session,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a client; no request is sent. `timeout` is that of each connection and of each answer, in seconds.
 
@@ -200,8 +200,11 @@ class CloudflareKVStore(KeyValueStore):
     def _retry_after(self, response: requests.Response) -> float:
         header = response.headers.get("Retry-After", "")
         try:
-            return float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - self._clock()
-        except ValueError:
+            if header.isdecimal():
+                return float(header)
+            answered_at = parsedate_to_datetime(response.headers.get("Date", ""))  # by the clock of the API, like the header
+            return (parsedate_to_datetime(header) - answered_at).total_seconds()
+        except (ValueError, TypeError):  # TypeError: one of them has no time zone
             return 0.0
 
     def _raise_invalid_cursor(self, prefix: str) -> tuple[str, str]:

@@ -72,4 +72,4 @@ class MemoryStore(HookedCalls, KeyValueStore):
 
     def _put(self, key: str, value: bytes) -> None:
         with self._lock:
-            self.values[key], self._set_at[key] = bytes(value), datetime.now(UTC)
+            self.values[key], self._set_at[key] = bytes(value), datetime.now(UTC)  # noqa: TID251

@@ -214,7 +214,7 @@ def test_image_that_is_missing_or_has_no_guest_is_unusable(own_box: Box, tmp_pat
 @pytest.mark.parametrize("executor", ["agent"], indirect=True)
 def test_command_is_not_repeated_in_a_container_that_was_created_during_it(own_box: Box) -> None:  # noqa: F811
     """A container that has never run does not show that the command had not begun in its predecessor."""
-    since = time.time()
+    since = time.monotonic()
     docker("rm", "-f", own_box.ref)
     assert own_box.provider._recreate(own_box.ref)
     assert not own_box.provider._engine.ended_before(own_box.ref, since)
@@ -241,3 +241,20 @@ def test_denied_working_directory_is_recognized_and_repaired_from_another_one(ow
     repair = ["chmod", "u+rwx", "/workspace"]
     result = own_box.provider.exec(own_box.ref, repair, env={}, cwd="/tmp", timeout=MINUTE, mark=uuid4().hex)
     assert result.exit_code == 0 and own_box.run("true").exit_code == 0
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("shift", [3600.0, -3600.0])
+def test_a_killed_command_is_no_stop_of_the_sandbox_while_the_clock_is_wrong(
+    own_box: Box,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    shift: float,
+) -> None:
+    """The container was started within the hour by which the clock of the control plane is behind."""
+    host_time = time.time
+    monkeypatch.setattr(time, "time", lambda: host_time() + shift)
+    assert own_box.run("sh", "-c", "kill -9 $$").exit_code == 137
+    engine, since = own_box.provider._engine, time.monotonic()
+    assert not engine.has_stopped(own_box.ref, since)
+    docker("restart", "-t", "0", own_box.ref)
+    assert engine.has_stopped(own_box.ref, since)

@@ -107,9 +107,9 @@ from tests.simulation.world import World
 
 def list_state(world):
     world.enter_host(world.hosts[0])
-    was_measured = world.main_process.skew_meter.checked_at is not None
+    was_measured = world.main_process.skew_meter.last is not None
     database_time.get_skew()
-    assert world.main_process.skew_meter.checked_at is not None
+    assert world.main_process.skew_meter.last is not None
     return [was_measured, *[getattr(module, name) for module, name, _ in OWN_STATE]]
 
 for _ in range(2):

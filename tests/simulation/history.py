@@ -19,6 +19,7 @@ from controlplane import schedules
 from leases import sweeps
 from leases.models import EnvironmentType, Lease, LeaseStatus
 from sandboxes import destruction
+from sandboxes.db import database_time
 from sandboxes.models import Pool, Quota, Sandbox, Transition
 from tests.simulation import final_checks
 from tests.simulation.faults import draw_faults
@@ -180,7 +181,7 @@ def restart(world: World, killed: Process, options: Options) -> None:
     world.scheduler.record("restarted", killed.name, process.name)
     if options.takeover:
         world.enter_host(killed.host)
-        sweeps.release_instance(killed.name, now=killed.host.now)
+        sweeps.release_instance(killed.name, now=database_time.now())
 
 
 def quiesce(world: World, workload: Workload) -> None:

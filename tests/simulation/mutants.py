@@ -99,6 +99,19 @@ MUTANTS: dict[str, Sequence[Replacement]] = {
     "recording-restarted": [
         Replacement(RECORDER, "Position(row.stdout_offset, row.stderr_offset), slot,", "Position(0, row.stderr_offset), slot,"),
     ],
+    # The time follows the clock of the host, corrected by a skew that is measured once a minute.
+    "skew-of-the-last-minute": [
+        Replacement(
+            "sandboxes/db/database_time.py",
+            "        return self.at.wall + correction + timedelta(seconds=read_uptime() - self.at.uptime)\n",
+            "        return timezone.now() + correction\n",
+        ),
+        Replacement(
+            "sandboxes/db/database_time.py",
+            "        return abs(later.wall - self.wall - elapsed) > TOLERATED_SKEW\n",
+            "        return abs(elapsed) > CHECK_INTERVAL_SECONDS * TOLERATED_SKEW\n",
+        ),
+    ],
     # The fence and the budget are checked with the time at which the request began.
     "fence-at-start-of-request": [
         Replacement(EXECUTION, "guard=LeaseGuard(lease.pk, clock_from(now),", "guard=LeaseGuard(lease.pk, lambda: now,"),

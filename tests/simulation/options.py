@@ -53,6 +53,8 @@ class Options:
         self.suspend_after = random.choice((None, timedelta(seconds=1), timedelta(seconds=30)))
         if self.suspend_after:
             self.sweep_weights["suspend"] = 6
+        if random.random() < 0.4:
+            self.weights["clock"] = 2
         if TEST_PROVIDER != "memory":
             self.operations = min(self.operations, MAX_VENDOR_OPERATIONS)
         if length:

@@ -1,5 +1,6 @@
-"""Losses and outages of one history: sandboxes, stores, engines, connections and whole hosts."""
+"""Losses and outages of one history: sandboxes, stores, engines, connections, clocks and whole hosts."""
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import Host
 
 OUTAGE_SECONDS = (30.0, 200.0, 1200.0, 4000.0)
+CLOCK_SHIFTS = (timedelta(hours=1), timedelta(hours=-1), timedelta(days=1), timedelta(days=-1))
 
 
 class Outages:
@@ -55,6 +57,19 @@ class Outages:
         port.down = True
         scheduler.call_at(scheduler.seconds + seconds, lambda: setattr(port, "down", host.gone and kind == "engine"))
 
+    def start_clock(self) -> None:
+        """The clock of one host is set wrong under all its processes, and right after some time."""
+        scheduler, host = self.world.scheduler, self.random.choice(self.world.hosts)
+        shift, seconds = self.random.choice(CLOCK_SHIFTS), self.random.choice(OUTAGE_SECONDS)
+        scheduler.record("clock set", host.name, shift, seconds)
+        host.shift = shift
+        scheduler.call_at(scheduler.seconds + seconds, lambda: self._set_clock_right(host))
+
+    def _set_clock_right(self, host: "Host") -> None:
+        self.world.scheduler.record("clock set right", host.name)
+        host.shift = timedelta(0)
+        self.world.promises.check_nothing_in_the_future()
+
     def start_host_loss(self) -> None:
         """A host is gone for good, or has no connection for some time. After a while an operator declares it lost."""
         if self.host_loss_begun or len(self.world.hosts) < 2:
@@ -93,6 +108,7 @@ class Outages:
         """End all outages. An operator declares a host that is gone, and not declared yet, lost."""
         self.world.store.down = False
         for host in self.world.hosts:
+            host.shift = timedelta(0)
             if host.gone:
                 self._declare_lost(host)
             else:

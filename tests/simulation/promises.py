@@ -3,11 +3,14 @@
 The numbers are those of the table in docs/architecture.md. tests.simulation.final_checks has the checks after a history."""
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from sandboxes.models import Run, Sandbox
+from billing.models import UsageRecord
+from leases.models import Lease, LeaseEvent, LeaseStatus
+from sandboxes.models import Host, Run, Sandbox, Snapshot, Sweep, Transition
 from sandboxes.providers.base import SandboxSpec
 from tests.simulation.expectations import Expectations
 from tests.simulation.scheduler import EPOCH
@@ -20,6 +23,18 @@ if TYPE_CHECKING:
 # Faults that may stop the heartbeat actor of a process, or its connection to the database.
 HEARTBEAT_FAULTS = ("pause", "kill", "kill at checkpoint", "statement", "commit before", "commit after")
 CHECK_TOLERANCE = timedelta(seconds=3)
+# Times of what has happened, which a host with a wrong clock must not write.
+PAST_TIMES: dict[type[Any], Sequence[str]] = {
+    Host: ("heartbeat_at",),
+    Lease: ("leased_at", "last_activity_at", "ended_at"),
+    LeaseEvent: ("at",),
+    Run: ("started_at", "ended_at"),
+    Sandbox: ("created_at", "last_used_at"),
+    Snapshot: ("at", "forgotten_at"),
+    Sweep: ("started_at", "succeeded_at"),
+    Transition: ("at",),
+    UsageRecord: ("began_at", "ended_at"),
+}
 
 
 class Promises:
@@ -101,6 +116,22 @@ class Promises:
         with self.world.uninterrupted():
             if Run.objects.filter(pk=run_id, outcome="lost", note__startswith="Past its deadline").exists():
                 self.violate(6, f"run {run_id} was closed as abandoned while the transfers of {actor.name} made progress")
+
+    def check_refusal(self, lease: UUID) -> None:
+        """Check that a command was not refused for the end of a lease that has not ended."""
+        tolerance = CHECK_TOLERANCE + self.world.max_skew
+        with self.world.uninterrupted():
+            active = Lease.objects.filter(pk=lease, status=LeaseStatus.ACTIVE)
+            if active.filter(expires_at__gt=self.world.scheduler.time + tolerance).exists():
+                self.violate(3, f"a command was refused for the end of lease {lease}, which is active")
+
+    def check_nothing_in_the_future(self) -> None:
+        """Check that no row has the time of a clock that was ahead."""
+        latest = self.world.scheduler.time + CHECK_TOLERANCE + self.world.max_skew
+        for model, fields in PAST_TIMES.items():
+            for field in fields:
+                if row := model.objects.filter(**{f"{field}__gt": latest}).first():
+                    self.violate(3, f"{model.__name__} {row.pk} has {field} {getattr(row, field)}, which is in the future")
 
     def check_checkpoint(self, name: str, subject: Any) -> None:
         """Check, when a row was committed, that its lease had not ended by its clock."""

@@ -13,7 +13,7 @@ from django_q.models import OrmQ
 from billing.errors import BudgetExhausted
 from controlplane import schedules
 from leases import conditions, execution, fork, leasing, snapshots, tasks
-from leases.errors import LeaseError
+from leases.errors import LeaseEnded, LeaseError
 from leases.models import Lease, LeaseEvent
 from sandboxes.db import database_time
 from sandboxes.errors import ClaimLost, SandboxError
@@ -45,7 +45,7 @@ MAX_FILES = 4  # of one lease; older ones are removed
 REFUSALS = (SandboxError, LeaseError, BudgetExhausted, OperationalError, StoreError, Lease.DoesNotExist)
 # What a task or a sweep may raise as well: the queue records the error, and the next pass tries again.
 TASK_FAILURES = (*REFUSALS, ProviderError)
-OUTAGES = ("vanish", "outage", "host_loss")
+OUTAGES = ("vanish", "outage", "host_loss", "clock")
 
 
 class Seat:
@@ -184,6 +184,9 @@ class Workload:
         command = Command([PROGRAM, json.dumps(order)], timedelta(seconds=order["timeout"]), run_id=uuid.uuid4())
         try:
             run, result = execution.exec_command(lease, command, now=database_time.now())
+        except LeaseEnded:
+            self.world.promises.check_refusal(lease)
+            raise
         except ClaimLost:
             self.world.promises.check_claim_lost(command.run_id)
             raise

@@ -70,12 +70,13 @@ class Host:
         self.world, self.name, self.drift = world, f"host{number}", drift
         self.provider = create_provider(world, self, number)
         self.state_dir = world.directory / self.name
+        self.shift = timedelta(0)  # by which the clock is set wrong for some time
         self.parted_until = 0.0  # no connection to the database before this virtual time
         self.gone = False  # the machine is destroyed
 
     @property
     def now(self) -> datetime:
-        return self.world.scheduler.time + self.drift
+        return self.world.scheduler.time + self.drift + self.shift
 
 
 class Process:
@@ -297,7 +298,12 @@ class World:
         """Replace clocks, identifiers, provider, store and database of the product by those of this world."""
         scheduler = self.scheduler
 
-        class VirtualDatetime(datetime):
+        class EngineDatetime(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+                return self.host.now
+
+        class StoreDatetime(datetime):
             @classmethod
             def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
                 return scheduler.time
@@ -307,15 +313,16 @@ class World:
             (os, "urandom", outside_vendor(identifiers.randbytes, os.urandom)),
             (global_random, "_urandom", outside_vendor(identifiers.randbytes, os.urandom)),  # of the module secrets
             (time, "monotonic", outside_vendor(lambda: scheduler.seconds, time.monotonic)),
-            (time, "time", outside_vendor(lambda: scheduler.time.timestamp(), time.time)),
+            (time, "time", outside_vendor(lambda: self.host.now.timestamp(), time.time)),
             (time, "sleep", outside_vendor(scheduler.poll, time.sleep)),
             (acquire_with_place, "__kwdefaults__", (acquire_with_place.__kwdefaults__ or {}) | {"sleep": scheduler.poll}),
             (timezone, "now", lambda: self.host.now),
-            (database_time, "measure_skew", lambda: -self.host.drift),
+            (database_time, "measure_skew", lambda: scheduler.time - self.host.now),
+            (database_time, "read_uptime", lambda: scheduler.seconds),
             (providers, "get_provider", lambda name: self.host.provider),
-            (memory_provider, "datetime", VirtualDatetime),
+            (memory_provider, "datetime", EngineDatetime),
             (memory_file_tree, "_stamps", itertools.count(1)),  # part of manifests
-            (memory_store, "datetime", VirtualDatetime),
+            (memory_store, "datetime", StoreDatetime),
         ]
         for module in (changes, pull, storage_mode):
             patches.append((module, "run_parallel", lambda function, jobs: [function(job) for job in jobs]))
@@ -328,7 +335,6 @@ class World:
         for target, name, value in patches:
             setattr(target, name, value)
         meter_type = type(database_time.meter)
-        saved_get = meter_type.get
         database_time.meter = _ProcessMeter(self)  # type: ignore[assignment]
         lifecycle.CHECKPOINT_HOOKS.append(self.at_checkpoint)
         self.database.install()
@@ -341,7 +347,6 @@ class World:
             self.database.uninstall()
             lifecycle.CHECKPOINT_HOOKS.remove(self.at_checkpoint)
             database_time.meter = meter_type()
-            meter_type.get = saved_get  # type: ignore[method-assign]
             for target, name, value in saved:
                 setattr(target, name, value)
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -357,8 +362,11 @@ class _ProcessMeter:
     def _meter(self) -> database_time.SkewMeter:
         return (self.world.current_process or self.world.main_process).skew_meter
 
-    def get(self) -> timedelta:
-        return self._meter.get()
+    def update(self) -> None:
+        self._meter.update()
+
+    def now(self) -> datetime:
+        return self._meter.now()
 
     @property
     def skew(self) -> timedelta:

@@ -5,7 +5,6 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from billing.api.estimates import (
     ALL_PROVIDERS,
@@ -20,6 +19,7 @@ from billing.estimate import Estimate, EstimateError, ProviderEstimate, Scenario
 from billing.forecast import FORECAST_WINDOW_DAYS, forecast
 from billing.management.options import format_table, validate_options
 from billing.models import BillableItem, Rate
+from sandboxes.db import database_time
 
 NO_RATE = "no rate"
 
@@ -75,7 +75,7 @@ class Command(BaseCommand):
             self._compare(json, scenario, providers)
             return
         try:
-            result = estimate(Scenario(**scenario), Rate.objects.all(), now=timezone.now())
+            result = estimate(Scenario(**scenario), Rate.objects.all(), now=database_time.now())
         except EstimateError as error:
             raise CommandError(f"--{error.field}: {error}") from None
         self.stdout.write(encoding.dumps(render_estimate(result)) if json else _format_estimate(result))
@@ -88,7 +88,7 @@ class Command(BaseCommand):
         self.stdout.write(encoding.dumps(render_comparison(results)) if json else _format_comparison(results))
 
     def _forecast(self, json: bool, options: dict[str, Any]) -> None:
-        rendered = render_forecast(forecast(now=timezone.now(), **validate_options(ForecastQuerySerializer, options)))
+        rendered = render_forecast(forecast(now=database_time.now(), **validate_options(ForecastQuerySerializer, options)))
         if json:
             self.stdout.write(encoding.dumps(rendered))
             return

@@ -4,10 +4,10 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand
-from django.utils import timezone
 
 from billing import derivation
 from billing.horizon import get_horizon
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -22,7 +22,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, again: bool, **options: Any) -> None:
         if again:
             derivation.reset_usage_and_costs()
-        usage, costs = derivation.derive_usage_and_costs(now=timezone.now())
+        usage, costs = derivation.derive_usage_and_costs(now=database_time.now())
         self.stdout.write(f"usage: {format_counts(usage)}")
         self.stdout.write(f"costs: {format_counts(costs)}")
         self.stdout.write(f"horizon: usage of days before {get_horizon().date()} is final")

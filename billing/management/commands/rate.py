@@ -7,7 +7,6 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from billing.estimate import list_priced_providers
@@ -17,6 +16,7 @@ from billing.management.options import format_table
 from billing.models import BillableItem, Rate
 from billing.pricing import format_decimal
 from billing.source_units import SOURCE_UNITS, convert_price
+from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 from sandboxes.models import TokenKind
 from sandboxes.providers.registry import PROVIDERS
@@ -128,7 +128,7 @@ def _parse_model_start(text: str | None) -> datetime:
 
 def _parse_start(text: str | None) -> datetime:
     if text is None:
-        return timezone.now() + START_DELAY
+        return database_time.now() + START_DELAY
     try:
         start = parse_datetime(text)
     except ValueError:

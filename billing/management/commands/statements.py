@@ -6,7 +6,6 @@ from decimal import Decimal
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from billing import statements
 from billing.api.statements import (
@@ -20,6 +19,7 @@ from billing.api.statements import (
 )
 from billing.management.options import format_table, validate_options
 from billing.models import Account, Statement
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -74,7 +74,7 @@ class Command(BaseCommand):
         refused = []
         for account in accounts:
             try:
-                statements.close_month(account, selected["month"], now=timezone.now(), actor="command line")
+                statements.close_month(account, selected["month"], now=database_time.now(), actor="command line")
             except statements.MonthNotClosable as error:
                 refused.append(f"{account}: {error}")
         return refused

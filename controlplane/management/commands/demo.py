@@ -14,11 +14,11 @@ from typing import Any
 import requests
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from controlplane.games import GAMES, DemoOptions
 from controlplane.games.client import ApiError, Client, Player, build_cost_rows, build_result_rows, post_condition
 from leases import api_keys
+from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.management.base import require_migrated
 
@@ -112,7 +112,7 @@ class Command(BaseCommand):
         return player
 
     def create_client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Client:
-        _, key = api_keys.issue_key(dids, operator=operator, name=name, now=timezone.now())
+        _, key = api_keys.issue_key(dids, operator=operator, name=name, now=database_time.now())
         return Client(base, key, PATIENCE_SECONDS)
 
     def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:

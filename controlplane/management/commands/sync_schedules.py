@@ -3,10 +3,10 @@
 from typing import Any
 
 from django.core.management.base import BaseCommand
-from django.utils import timezone
 
 from controlplane import schedules
 from leases.management.base import report_errors
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -14,6 +14,6 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         with report_errors(options["verbosity"]):
-            counts = schedules.sync_schedules(now=timezone.now())
+            counts = schedules.sync_schedules(now=database_time.now())
             changes = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
             self.stdout.write(f"schedules: {len(schedules.SCHEDULE)} in place, {changes or 'nothing to change'}")

@@ -16,7 +16,6 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
 from django.db import connections
-from django.utils import timezone
 
 from controlplane import checks, health, schedules, stages, startup, supervisor
 from controlplane.supervisor import Child, LockFile, Supervisor
@@ -98,7 +97,7 @@ class Command(BaseCommand):
             self._clean_up_previous_instance(lock.note.get("instance", ""))
             require_free_port(host, port)
             run_instance = f"{supervisor.INSTANCE_PREFIX}{uuid.uuid4().hex}"
-            started_at = timezone.now().isoformat(timespec="seconds")
+            started_at = database_time.now().isoformat(timespec="seconds")
             lock.write({"pid": os.getpid(), "started_at": started_at, "instance": run_instance})
             check = stages.HeartbeatCheck(str(queue_heartbeat.get_path()), heartbeat_timeout.total_seconds())
             children = build_children(host, port, with_queue=with_queue, find_problem=check)
@@ -184,7 +183,7 @@ class Command(BaseCommand):
         for failure in heartbeat.record_heartbeats(now=database_time.now()).failures:
             self.print_line(f"host not recorded: {failure}")
         try:
-            schedules.sync_schedules(now=timezone.now())
+            schedules.sync_schedules(now=database_time.now())
             if with_queue:
                 schedules.enqueue_all_sweeps()
         except ProviderError as error:

@@ -7,12 +7,12 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
-from django.utils import timezone
 
 from billing.dates import to_utc_date
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
 from leases.agents import describe_unknown_agent
 from leases.management.base import parse_did
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.management.columns import find_named
 from sandboxes.management.named_rows import NamedRowCommand
@@ -64,7 +64,7 @@ class Command(NamedRowCommand):
 
 
 def _find_present_members() -> Any:
-    return Membership.objects.on(to_utc_date(timezone.now()))
+    return Membership.objects.on(to_utc_date(database_time.now()))
 
 
 def _parse_day(text: str) -> date:

@@ -7,7 +7,6 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from billing import budgets
 from billing.forecast import predict_exhaustion_date
@@ -18,6 +17,7 @@ from leases.agents import describe_unknown_agent
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, AgentKey, EnvironmentType, validate_did
 from leases.projects.models import Project
+from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 
 MAX_SUGGESTIONS = 1000  # newest keys compared with an unknown one
@@ -65,13 +65,13 @@ class Command(BaseCommand):
             if action == "remove":
                 budget = _find_budget(options["id"])
                 line = _format_budget(budget)
-                budgets.remove_budget(budget.pk, now=timezone.now())
+                budgets.remove_budget(budget.pk, now=database_time.now())
                 self.stdout.write(f"removed: {line}")
                 return
             budget = _find_budget(options["id"]) if action == "set" else _build_budget(**options)
             _apply_options(budget, **options)
             try:
-                budgets.save_budget(budget, now=timezone.now())
+                budgets.save_budget(budget, now=database_time.now())
             except ValidationError as error:
                 raise CommandError("; ".join(error.messages)) from None
             if budget.scope == Scope.AGENT and (warning := describe_unknown_agent(budget.subject)):
@@ -145,7 +145,7 @@ def _apply_options(
 
 
 def _format_budget(budget: Budget) -> str:
-    now = timezone.now()
+    now = database_time.now()
     spent = budgets.get_spent(budget, now)
     notes = ["hard" if budget.hard else "soft", f"warns at {budget.warn_percent} %"]
     if budget.hard:

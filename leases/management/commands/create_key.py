@@ -5,12 +5,12 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand
-from django.utils import timezone
 
 from leases import api_keys
 from leases.management.base import parse_duration, report_errors
 from leases.management.limit_options import add_limit_options, parse_limits
 from leases.models import KeyScope
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -38,7 +38,7 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="one line of JSON: key, prefix")
 
     def handle(self, *args: Any, agent: list[str], operator: bool, json: bool, **options: Any) -> None:
-        now = timezone.now()
+        now = database_time.now()
         lifetime = parse_duration("--expires-in", options["expires_in"]) if options["expires_in"] is not None else None
         with report_errors(options["verbosity"]):
             row, key = api_keys.issue_key(

@@ -9,7 +9,6 @@ from getpass import getpass
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from leases import shells
 from leases.atproto import accounts
@@ -19,6 +18,7 @@ from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.queue import sealing
 from sandboxes import process_restarts
+from sandboxes.db import database_time
 from sandboxes.db.encryption import ReencryptionResult
 from sandboxes.egress.allow_list import credentials as egress_credentials
 from sandboxes.formatting import pluralize
@@ -73,16 +73,16 @@ class Command(BaseCommand):
         self._create_key(agent, _read_private_key(algorithm))
 
     def _create_key(self, agent: str, private: PrivateKey) -> None:
-        key = signing.create_key(parse_did(agent), now=timezone.now(), actor=ACTOR, private=private)
+        key = signing.create_key(parse_did(agent), now=database_time.now(), actor=ACTOR, private=private)
         Agent.objects.get_or_create(did=agent)
         self._print_key(key, "signs with")
 
     def _rotate(self, agent: str, algorithm: str, imported: bool) -> None:
         private = _read_private_key(algorithm) if imported else curves.generate_key(algorithm) if algorithm else None
-        self._print_key(signing.rotate_key(agent, now=timezone.now(), actor=ACTOR, private=private), "now signs with")
+        self._print_key(signing.rotate_key(agent, now=database_time.now(), actor=ACTOR, private=private), "now signs with")
 
     def _revoke(self, agent: str) -> None:
-        key = signing.revoke_active_key(agent, now=timezone.now(), actor=ACTOR)
+        key = signing.revoke_active_key(agent, now=database_time.now(), actor=ACTOR)
         self.stdout.write(f"{agent}: {key.did_key} is revoked")
 
     def _show(self, agent: str) -> None:
@@ -127,7 +127,7 @@ STORED_SECRETS = (
         signing.reencrypt_keys, "private key", "private keys", "private key of", lambda row: row.agent_did, always_printed=True
     ),
     StoredSecret(
-        lambda: subscriptions.reencrypt_secrets(now=timezone.now()), "webhook's secret", "webhooks' secrets", "secret of",
+        lambda: subscriptions.reencrypt_secrets(now=database_time.now()), "webhook's secret", "webhooks' secrets", "secret of",
         lambda row: row.url,
     ),
     StoredSecret(

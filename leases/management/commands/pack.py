@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
 from leases.management.base import report_errors
 from leases.packs import installation
 from leases.packs.check import check_pack
 from leases.packs.folder import SHIPPED_DIRECTORY, PackFolder, read_folder
+from sandboxes.db import database_time
 from sandboxes.models import PackAssignment, PackVersion
 
 
@@ -66,7 +66,7 @@ class Command(BaseCommand):
         if dry_run:
             self.stdout.write(f"would store {folder.name} {folder.version}, {len(folder.skill)} files")
             return
-        now = timezone.now()
+        now = database_time.now()
         version, is_new = installation.add_version(folder, now=now)
         self.stdout.write(f"{'stored' if is_new else 'already stored'}: {version}, {len(version.files)} files")
         name = environment_type or folder.name
@@ -77,7 +77,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{name} uses {assignment.version}. To change it: manage.py pack upgrade {folder.name}")
 
     def _assign(self, version: PackVersion, environment_type: str, dry_run: bool) -> None:
-        assigned = installation.assign(version, environment_type, now=timezone.now(), dry_run=dry_run)
+        assigned = installation.assign(version, environment_type, now=database_time.now(), dry_run=dry_run)
         changes = [f"{name}={value}" for name, value in assigned.changed.items()]
         kept = [f"kept {name}" for name in assigned.kept]
         was = assigned.was or "no pack"

@@ -11,10 +11,10 @@ from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db.models import QuerySet
-from django.utils import timezone
 
 from leases.management.base import parse_did, report_errors
 from sandboxes import formatting
+from sandboxes.db import database_time
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, DataStorageMode, Snapshot
 from sandboxes.state import data_editing, data_export, data_tree, pull
@@ -89,7 +89,7 @@ class Command(BaseCommand):
         if row is None or row.kind != "file":
             raise DataPathNotFound(f"No such file in /data: {path!r}." if row is None else f"{path!r} is a {row.kind}.")
         with ExitStack() as stack:
-            content = pull.fetch_contents([row], stack, now=timezone.now())[row.path]
+            content = pull.fetch_contents([row], stack, now=database_time.now())[row.path]
             if file == STDIO:
                 copyfileobj(content, sys.stdout.buffer, CHUNK_BYTES)  # self.stdout would decode the bytes
                 sys.stdout.flush()
@@ -99,7 +99,7 @@ class Command(BaseCommand):
         self.stdout.write(f"{row.size_bytes} bytes in {file}")
 
     def _put(self, agent: str, file: str, path: str) -> None:
-        now, mode = timezone.now(), 0o644 if file == STDIO else Path(file).stat().st_mode
+        now, mode = database_time.now(), 0o644 if file == STDIO else Path(file).stat().st_mode
         with ExitStack() as stack:
             source = sys.stdin.buffer if file == STDIO else stack.enter_context(open(file, "rb"))
             stored = data_editing.put_file(parse_did(agent), path.strip("/"), source, mode=mode, now=now)
@@ -108,11 +108,11 @@ class Command(BaseCommand):
         )
 
     def _rm(self, agent: str, path: str, recursive: bool) -> None:
-        removed = data_editing.remove_path(agent, path.strip("/"), recursive=recursive, now=timezone.now())
+        removed = data_editing.remove_path(agent, path.strip("/"), recursive=recursive, now=database_time.now())
         self._print_revision(agent, f"{removed} removed")
 
     def _export(self, agent: str, target: str) -> None:
-        data, now = data_editing.get_synced_data(agent), timezone.now()
+        data, now = data_editing.get_synced_data(agent), database_time.now()
         if target != STDIO and not target.endswith(".tar"):
             count = data_export.export_directory(data, Path(target), now=now)
         else:
@@ -126,7 +126,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{formatting.pluralize(count, 'path', 'paths')} in {target}: revision {data.revision}")
 
     def _import(self, agent: str, source: str) -> None:
-        now = timezone.now()
+        now = database_time.now()
         if source != STDIO and Path(source).is_dir():
             stored = data_editing.load_directory(parse_did(agent), Path(source), now=now)
         else:
@@ -148,7 +148,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{agent} already uses mode {keeping}")
             return
         convert = convert_to_mount if keeping == DataStorageMode.MOUNT else convert_to_sync
-        count = convert(data, now=timezone.now())
+        count = convert(data, now=database_time.now())
         self.stdout.write(f"{agent} now uses mode {keeping}: {formatting.pluralize(count, 'path', 'paths')}")
 
     def _snapshots(self, holder: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any, cast
 from django.core.paginator import Paginator
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
-from django.utils import timezone
 from django.utils.functional import cached_property
 from unfold.views import ChangeList
 
+from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 
 LINK_FILTER_FIELDS = ("agent_did", "environment_id", "holder", "sandbox", "lease")  # columns that other pages link by
@@ -99,7 +99,7 @@ class TabbedChangeList(ChangeList):
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         if self.tab:
-            self.root_queryset = self.root_queryset.filter(self.tab.get_filter(timezone.now()))
+            self.root_queryset = self.root_queryset.filter(self.tab.get_filter(database_time.now()))
         return super().get_queryset(request, exclude_parameters).defer(*self.model_admin.list_defer)
 
     def get_results(self, request: HttpRequest) -> None:

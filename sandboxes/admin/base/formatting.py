@@ -8,10 +8,10 @@ from decimal import Decimal
 from typing import Any
 
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from sandboxes.db import database_time
 from sandboxes.formatting import CONTROL_CHARACTER_ESCAPES
 
 
@@ -40,7 +40,7 @@ def format_time_until(moment: datetime | None, then: str, due: str) -> str:
     """Format a future event, such as "sleeps in 4 m". Returns `due` once the moment is past and "" without a moment."""
     if moment is None:
         return ""
-    left = moment - timezone.now()
+    left = moment - database_time.now()
     return f"{then} in {format_age(left)}" if left > timedelta(0) else due
 
 
@@ -57,12 +57,12 @@ def render_timestamp(moment: datetime, text: str = "") -> SafeString:
 
 def render_time_ago(moment: datetime | None, never: str = "never") -> SafeString | str:
     """Render a past moment as "4 m ago", or `never` without a moment."""
-    return render_timestamp(moment, f"{format_age(timezone.now() - moment)} ago") if moment else never
+    return render_timestamp(moment, f"{format_age(database_time.now() - moment)} ago") if moment else never
 
 
 def render_time_since(moment: datetime) -> SafeString:
     """Render the time passed since a moment, such as "4 m"."""
-    return render_timestamp(moment, format_age(timezone.now() - moment))
+    return render_timestamp(moment, format_age(database_time.now() - moment))
 
 
 def render_badge(kind: str, text: str = "") -> SafeString:

@@ -59,6 +59,7 @@ class Command(BaseCommand):
         """Serve until `stop` is set. `proxy` is "nginx", "none" or "gateway"."""
         hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # two files per call
+        await asyncio.to_thread(database_time.get_skew)  # the servers' clocks make no query of their own
         if proxy != "nginx":
             listener = read_gateway_listener()
             if proxy == "gateway" and listener is None:

@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.utils import timezone
 
+from sandboxes.db import database_time
 from sandboxes.egress.allow_list import credentials
 from sandboxes.models import EgressCredential, Policy
 
@@ -47,7 +47,7 @@ class Command(BaseCommand):
             return
         try:
             authorization = sys.stdin.readline().strip()
-            is_new = credentials.set_credential(found, domain, authorization, writes=writes, now=timezone.now())
+            is_new = credentials.set_credential(found, domain, authorization, writes=writes, now=database_time.now())
         except credentials.InvalidCredential as error:
             raise CommandError(str(error)) from None
         self.stdout.write(f"{'added' if is_new else 'replaced'}: {policy}  {domain}")

@@ -34,12 +34,12 @@ class AgentCommandProvider(Provider):
 
     @abstractmethod
     def _require_running(self, ref: str, since: float) -> None:
-        """Raise NotStarted if the sandbox ended before `since` (seconds since 1970) and does not run, Stopped if it stopped
+        """Raise NotStarted if the sandbox ended before `since` (monotonic clock) and does not run, Stopped if it stopped
         since then, Missing if it is gone. Resume it if it is frozen."""
 
     @abstractmethod
     def _has_stopped(self, ref: str, since: float) -> bool:
-        """Return whether the sandbox has stopped or restarted after `since` (seconds since 1970). Raise Missing."""
+        """Return whether the sandbox has stopped or restarted after `since` (monotonic clock). Raise Missing."""
 
     @abstractmethod
     def _kill_from_outside(self, ref: str, mark: str) -> None:
@@ -74,7 +74,7 @@ class AgentCommandProvider(Provider):
         """Run a command by the agent in the sandbox. Return None if the agent has not started it.
 
         Raise Stopped if the sandbox stopped meanwhile, Missing if it is gone, and Unavailable if the outcome is unknown."""
-        started, since = time.monotonic(), time.time()
+        started = since = time.monotonic()
         agent = self._find_agent(ref)
         if agent is None:
             return None
@@ -82,7 +82,7 @@ class AgentCommandProvider(Provider):
 
         def begin() -> None:  # a restart before the request is sent, as by a concurrent call, does not concern the command
             nonlocal since
-            since = time.time()
+            since = time.monotonic()
 
         output.attach(*(runs.AgentOutput(agent, run.id, stream) for stream in runs.STREAMS))
         try:

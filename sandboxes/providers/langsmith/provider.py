@@ -240,7 +240,7 @@ def _translate_errors(subject: str) -> Iterator[None]:
 
 
 def _to_sandbox(found: VendorSandbox) -> ProviderSandbox:
-    created_at = datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC)
+    created_at = datetime.fromisoformat(found.created_at) if found.created_at else datetime.now(UTC)  # noqa: TID251
     return ProviderSandbox(
         ref=found.name,
         name=found.name,

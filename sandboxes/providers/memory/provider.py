@@ -216,7 +216,7 @@ class MemoryProvider(HookedCalls, Provider):
         with self.hooked_call("create", spec.name), self._lock:
             if spec.image in self.missing_images:
                 raise Rejected(f"Image {spec.image} does not exist.", cause=FailureCause.IMAGE_UNUSABLE)
-            sandbox = self._sandboxes.setdefault(spec.name, MemorySandbox(spec, datetime.now(UTC)))
+            sandbox = self._sandboxes.setdefault(spec.name, MemorySandbox(spec, datetime.now(UTC)))  # noqa: TID251
             sandbox.intervals = spec.intervals or sandbox.intervals
             if sandbox.spec.owner != spec.owner:
                 raise Rejected(f"The name {spec.name} is used by a sandbox of another owner.")

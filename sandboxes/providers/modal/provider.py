@@ -327,7 +327,7 @@ def _choose_image(spec: SandboxSpec, default: str, client: modal.Client) -> moda
 
 def _build_tags(spec: SandboxSpec) -> dict[str, str]:
     """Return the tags of a new sandbox. Characters that Modal does not accept are replaced."""
-    tags = {**build_labels(spec), CREATED_TAG: str(int(time.time()))}
+    tags = {**build_labels(spec), CREATED_TAG: str(int(time.time()))}  # noqa: TID251
     return {key: re.sub(r"[^A-Za-z0-9._-]", "-", value)[:MAX_TAG_LENGTH] for key, value in tags.items() if value}
 
 

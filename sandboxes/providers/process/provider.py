@@ -114,7 +114,7 @@ class ProcessProvider(BackgroundProcessProvider):
         if not NAME_PATTERN.fullmatch(spec.name):
             raise Rejected("The name of a sandbox must be 1 to 63 characters of a-z, 0-9 and -.")
         sockets = str(spec.sockets.resolve()) if spec.sockets else ""
-        metadata = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})
+        metadata = json.dumps({"created_at": datetime.now(UTC).isoformat(), "sockets": sockets})  # noqa: TID251
         with translate_disk_errors():
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self.root / encode_owner(spec.owner) / spec.name

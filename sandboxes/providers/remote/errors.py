@@ -107,7 +107,7 @@ def read_retry_after(value: str, *, now: datetime | None = None) -> int | None:
             date = parsedate_to_datetime(value)
         except ValueError:
             return None
-        seconds = int((date - (now or datetime.now(UTC))).total_seconds()) if date.tzinfo else 0
+        seconds = int((date - (now or datetime.now(UTC))).total_seconds()) if date.tzinfo else 0  # noqa: TID251 - limited
     return min(max(seconds, 1), MAX_RETRY_AFTER_SECONDS)
 
 

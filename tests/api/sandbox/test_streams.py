@@ -81,7 +81,8 @@ def test_output_of_a_host_whose_clock_is_ahead_is_replayed(
     result = ada.post(f"{lease_url}/exec", {"argv": ["cat"], "stdin": "y" * 100_000}).json()
     ahead = timedelta(minutes=10)
     Run.objects.update(started_at=F("started_at") - ahead, ended_at=F("ended_at") - ahead)
-    monkeypatch.setattr(database_time.meter, "skew", -ahead)
+    measured = database_time.Measurement(database_time.HostTime.read(), -ahead)
+    monkeypatch.setattr(database_time, "meter", database_time.SkewMeter(last=measured, tried=measured.at))
     events = stream(ada, f"{lease_url}/runs/{result['run_id']}")
     assert join_output(events, "stdout") == "y" * 100_000
     assert {event.name for event in events} == {"start", "stdout", "exit"}

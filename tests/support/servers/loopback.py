@@ -70,7 +70,8 @@ def respond(status: int, body: bytes = b"", *, length: int | None = None, **head
     """Return a responder. If `length` differs from the body's, the connection is closed after the body."""
 
     def answer(handler: Handler) -> None:
-        handler.send_response(status)
+        send = handler.send_response_only if "Date" in headers else handler.send_response  # which adds a Date
+        send(status)
         handler.send_header("Content-Length", str(len(body) if length is None else length))
         for name, value in headers.items():
             handler.send_header(name.replace("_", "-"), value)

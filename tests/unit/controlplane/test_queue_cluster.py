@@ -1,19 +1,25 @@
 """Threads of the queue worker, with real tasks of django-q2 in the database."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
+import django_q.tasks
 import pytest
 from django.db import OperationalError, connections
 from django.utils import timezone
+from django_q.brokers import get_broker
 from django_q.models import Failure, OrmQ, Schedule, Success
+from django_q.signing import SignedPackage
 from django_q.tasks import async_task
 
 from controlplane import schedules, stages
@@ -22,9 +28,12 @@ from controlplane.supervisor import Child
 from controlplane.worker import cluster, heartbeat
 from controlplane.worker.cluster import Cluster
 from controlplane.worker.heartbeat import HeartbeatFile, get_path
+from leases import tasks
 from sandboxes import long_calls, queue_threads
+from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Sweep
+from sandboxes.sweep_log import SweepResult
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -73,6 +82,40 @@ def enqueue(name: str) -> None:
     async_task(f"{__name__}.work", name, cluster=QUEUE, save=True)
 
 
+def test_builds_and_forges_that_never_answer_keep_no_sweep_and_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Any
+) -> None:
+    """More of them than a worker has threads, in front of the sweeps."""
+    settings.STATE_DIR, builds = tmp_path, queue_threads.MAX_THREADS_PER_NAME + 2
+
+    def wait(*args: object, **kwargs: object) -> SweepResult:
+        BEGUN.put("waits")
+        assert RELEASED.wait(30)
+        return SweepResult()
+
+    monkeypatch.setattr(cluster.Conf, "WORKERS", 1)
+    monkeypatch.setattr(cluster.Conf, "SAVE_LIMIT", 0)
+    monkeypatch.setattr(heartbeat, "UPDATE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(tasks.builds, "build", wait)
+    for name in ("pull_requests", "records"):
+        monkeypatch.setitem(schedules.SCHEDULE, name, dataclasses.replace(schedules.SCHEDULE[name], sweep=wait))
+    with running(Cluster(QUEUE, HeartbeatFile())):
+        for _ in range(builds):
+            async_task("leases.tasks.build_template", str(uuid4()), cluster=QUEUE)
+        for _ in range(3):
+            for name in ("pull_requests", "records", "recount"):
+                async_task(schedules.SCHEDULED_FUNCTION, name, cluster=QUEUE)
+            wait_until(lambda: not OrmQ.objects.exists(), "all tasks have ended")
+            recounted = Sweep.objects.get(name="recount").succeeded_at
+            wait_until(get_path().exists, "the heartbeat is written")
+        assert BEGUN.qsize() == queue_threads.MAX_THREADS_PER_NAME + 2
+        assert (
+            recounted and not Sweep.objects.filter(name__in=("pull_requests", "records"), succeeded_at__isnull=False).exists()
+        )
+    while not BEGUN.empty():
+        BEGUN.get()
+
+
 def test_stopping_finishes_and_records_the_task_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of a web server in the same process, used up, does not apply to the task."""
     limit = long_calls.LongCallLimit()
@@ -94,7 +137,7 @@ def test_a_thread_that_dies_is_replaced_and_its_task_delivered_again(monkeypatch
 
     def die(name: str) -> str:
         BEGUN.put(name)
-        raise Died if OrmQ.objects.update(lock=cluster.timezone.now()) and BEGUN.qsize() == 1 else ValueError
+        raise Died if OrmQ.objects.update(lock=timezone.now()) and BEGUN.qsize() == 1 else ValueError
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setitem(globals(), "work", die)
@@ -174,16 +217,78 @@ def test_sweeps_and_tasks_of_a_clock_that_was_ahead_are_due_at_once() -> None:
         ("host-other", "idle", timedelta(hours=1)),  # by the clock of another host
     ):
         Schedule.objects.create(**schedules._build_schedule(queue, name) | {"next_run": now + wait})
+    for name, wait in (("late", timedelta(days=1)), ("timely", tasks.RESUME_INTERVAL)):
+        django_q.tasks.schedule(tasks.RESUME_FUNCTION, name=name, cluster=QUEUE, next_run=now + wait)
     for wait in (timedelta(seconds=600), timedelta(hours=1)):  # fetched by a worker now, and when the clock was ahead
         enqueue("one")
         OrmQ.objects.filter(pk=OrmQ.objects.latest("pk").pk).update(lock=now + wait)
-    assert schedules.forget_future(QUEUE, now=now) == 2
+    assert schedules.forget_future(QUEUE, now=now) == 3
     waits = {(row.cluster, row.name): row.next_run - now for row in Schedule.objects.all()}
     assert waits == {
         (QUEUE, "idle"): timedelta(0), (QUEUE, "reconcile"): timedelta(minutes=5), ("host-other", "idle"): timedelta(hours=1),
+        (QUEUE, "late"): timedelta(0), (QUEUE, "timely"): tasks.RESUME_INTERVAL,
     }  # fmt: skip
     assert sorted(row.lock - now for row in OrmQ.objects.all()) == [timedelta(0), timedelta(seconds=600)]
     assert schedules.forget_future(QUEUE, now=now) == 0
+
+
+class VirtualClocks:
+    """The database's clock, and the clock of this host, which is set `shift` ahead of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time, self.shift = datetime(2026, 3, 4, tzinfo=UTC), timedelta(0)
+        monkeypatch.setattr(timezone, "now", lambda: self.time + self.shift)
+        monkeypatch.setattr(database_time, "meter", self)
+
+    def update(self) -> None:
+        """Measure nothing."""
+
+    def now(self) -> datetime:
+        return self.time
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> VirtualClocks:
+    return VirtualClocks(monkeypatch)
+
+
+SHIFTS = [timedelta(hours=1), timedelta(hours=-1), timedelta(days=1), timedelta(days=-1)]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_task_of_a_host_with_a_wrong_clock_is_fetched_at_once_and_only_once(clocks: VirtualClocks, shift: timedelta) -> None:
+    clocks.shift = shift
+    enqueue("one")
+    clocks.shift, clocks.time = timedelta(0), clocks.time + timedelta(seconds=1)
+    broker = get_broker(QUEUE)
+    [(pk, _)] = broker.dequeue()
+    clocks.shift = shift
+    assert not broker.dequeue()
+    assert (broker.queue_size(), broker.lock_size()) == (0, 1)
+    clocks.time += timedelta(seconds=cluster.Conf.RETRY + 1)  # whose worker has died
+    assert [row for row, _ in broker.dequeue()] == [pk]
+
+
+def test_each_sweep_keeps_its_interval_while_the_clock_of_its_host_is_set_forward_and_back(clocks: VirtualClocks) -> None:
+    queue, step = Cluster(QUEUE, HeartbeatFile()), timedelta(seconds=cluster.SCHEDULER_INTERVAL_SECONDS)
+    for name in schedules.SCHEDULE:
+        Schedule.objects.create(**schedules._build_schedule(QUEUE, name) | {"next_run": clocks.time})
+    began: dict[str, list[datetime]] = {name: [] for name in schedules.SCHEDULE}
+    shifts = [timedelta(0), *SHIFTS, *SHIFTS[::-1]]
+    for number in range(timedelta(minutes=130) // step):
+        clocks.time += step
+        clocks.shift = shifts[number // 7 % len(shifts)]  # each for three and a half minutes
+        queue._enqueue_due_sweeps()
+        clocks.time += timedelta(microseconds=1)
+        while fetched := queue.broker.dequeue():
+            for pk, payload in fetched:
+                began[SignedPackage.loads(payload)["args"][0]].append(clocks.time)
+                queue.broker.acknowledge(pk)
+    for name, times in began.items():
+        interval = schedules.get_interval(name)
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert len(times) >= 2, name
+        assert interval - step <= min(gaps) <= max(gaps) <= interval + step + timedelta(seconds=1), name
 
 
 def test_the_begin_of_any_sweep_is_a_heartbeat_of_a_worker_behind_its_schedule(

@@ -1,8 +1,9 @@
 """Pull requests of pushed branches on an emulated forge, whose branches and merges are real."""
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -95,6 +96,26 @@ def test_lost_answer_of_the_creation_leaves_one_pull_request(forge: Forge, lease
     assert len(forge.pulls) == 1
     lease.refresh_from_db()
     assert lease.end_reason == "condition:task.complete"
+
+
+def test_a_forge_that_does_not_answer_costs_a_pass_one_request(
+    forge: Forge, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tasks than a pass reads wait for it, in front of the task of a forge that answers."""
+    waiting = create_task(forge, lease)
+    silent = repositories.save("silent", now=NOW, clone_url=forge.clone_url, forge="github", api_url=forge.api_url,
+                               forge_project=PROJECT)[0]  # fmt: skip
+    rows = [{field.attname: getattr(waiting, field.attname) for field in CodingTask._meta.fields} for _ in range(3)]
+    for number, row in enumerate(rows):
+        environment = Environment.objects.create(pk=f"silent-{number}", type=waiting.environment.type)
+        CodingTask.objects.create(**row | {
+            "id": uuid4(), "environment_id": environment.pk, "repository_id": silent.pk, "branch": f"b{number}",
+            "next_poll_at": NOW - MINUTE,
+        })  # fmt: skip
+    monkeypatch.setattr(pull_requests, "SLOW_FAILURE", timedelta(0))
+    forge.faults = [0, 0]  # the HTTP client repeats a GET once
+    assert pull_requests.poll_pull_requests(now=NOW, limit=3).counts == {"failed": 1, "postponed": 2}
+    assert poll() == {"proposed": 1}
 
 
 def test_pull_request_that_appears_between_search_and_creation_is_found(

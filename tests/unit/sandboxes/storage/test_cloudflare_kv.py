@@ -79,7 +79,11 @@ def keys(*names: str, cursor: str = "") -> Responder:
 def test_rate_limited_write_is_retried_after_retry_after(
     server: ScriptedServer, store: CloudflareKVStore, clock: FakeClock, retry_after: str, seconds: int
 ) -> None:
-    server.script = [failure(429, 10048, Retry_After=retry_after), failure(429, 10048), success()]
+    server.script = [
+        failure(429, 10048, Retry_After=retry_after, Date="Sat, 21 Nov 2026 12:00:00 GMT"),
+        failure(429, 10048),
+        success(),
+    ]
     store.set("k", b"value")
     assert clock.slept == [seconds, 2]
     assert [request.body for request in server.seen] == [b"value"] * 3

@@ -1,7 +1,7 @@
 """Totals of costs and sandbox time, grouped by agent, lease, environment, provider, day, account or item."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
@@ -74,22 +74,56 @@ def sum_costs(
     ]
 
 
+def sum_usd_by_day(
+    *, since: date, until: date, agents: Collection[str] | None = None, **filters: Any
+) -> dict[date, dict[str, Decimal]]:
+    """Sum costs in USD by day and item. The parameters are those of `sum_costs`."""
+    rows = CostRecord.objects.filter(
+        _build_range_filter(since, until, agents), **{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()}
+    )
+    days: dict[date, dict[str, Decimal]] = defaultdict(dict)
+    for day, item, nano in rows.order_by().values_list("day", "item").annotate(usd=sum_exact("usd")):
+        days[day][item] = nanos_to_decimal(nano)
+    return dict(days)
+
+
+def find_first_day_of_time(*, since: date, until: date, agents: Collection[str] | None = None, **filters: Any) -> date | None:
+    """Return the first day with billable sandbox time. The parameters are those of `sum_sandbox_time`. Reads no sums."""
+    found = (_build_time_filter(since, until, agents, filters).filter(part) for part in _build_account_parts(since, filters))
+    days = [day for rows in found for day in rows.order_by("day").values_list("day", flat=True)[:1]]
+    return min(days, default=None)
+
+
 def sum_sandbox_time(
     by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **filters: Any
 ) -> dict[str, timedelta]:
     """Sum billable sandbox time by group. The parameters are those of `sum_costs`, except that there is no item."""
-    account = filters.pop("account", None)
-    rows = UsageRecord.objects.filter(
-        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES
-    ).order_by()
-    rows = rows.filter(**{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()})
+    rows = _build_time_filter(since, until, agents, filters)
     if by == "account":
+        account = filters.get("account")
         return {name: duration for name, duration in _sum_time_by_account(rows, since).items() if account in (None, name)}
     total: dict[str, timedelta] = defaultdict(timedelta)
-    for part in [Q()] if account is None else build_account_filters(account, since):
+    for part in _build_account_parts(since, filters):
         for key, duration in rows.filter(part).values_list(GROUP_BY_COLUMNS[by]).annotate(duration=TOTAL_DURATION):
             total[_format_key(key)] += duration
     return dict(total)
+
+
+def _build_time_filter(
+    since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
+) -> QuerySet[UsageRecord]:
+    """Find the records of billable sandbox time, of every account."""
+    columns = {GROUP_BY_COLUMNS[name]: value for name, value in filters.items() if name != "account"}
+    rows = UsageRecord.objects.filter(
+        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES, **columns
+    )
+    return rows.order_by()
+
+
+def _build_account_parts(since: date | None, filters: Mapping[str, Any]) -> list[Q]:
+    """Build disjoint filters of the usage of the account in `filters`, or of all usage."""
+    account = filters.get("account")
+    return [Q()] if account is None else build_account_filters(account, since)
 
 
 def _sum_time_by_account(rows: QuerySet[UsageRecord], since: date | None) -> dict[str, timedelta]:

@@ -130,6 +130,9 @@ class Lease(models.Model):
         ]
         indexes = [
             models.Index(fields=["-leased_at", "-id"], name="lease_newest"),
+            # Prefix search of the console. PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["agent_did"], opclasses=["varchar_pattern_ops"], name="lease_agent_prefix"),
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="lease_environment_prefix"),
             models.Index(fields=["agent_did", "-leased_at"], name="lease_agent"),
             models.Index(fields=["environment_id", "-leased_at", "-id"], name="lease_environment"),
             models.Index(fields=["expires_minute"], condition=Q(status="active"), name="lease_expiry"),

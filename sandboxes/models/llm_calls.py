@@ -86,6 +86,10 @@ class LlmCall(models.Model):
             ),
             models.Index(fields=["holder", "-started_at", "-id"], name="llmcall_holder"),
             models.Index(fields=["agent_did", "-started_at"], name="llmcall_agent"),
+            # Prefix search of the console. PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["agent_did"], opclasses=["varchar_pattern_ops"], name="llmcall_agent_prefix"),
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="llmcall_environment_prefix"),
+            models.Index(fields=["model"], opclasses=["varchar_pattern_ops"], name="llmcall_model_prefix"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="llmcall_open"),
             models.Index(fields=["model"], condition=Q(cost__isnull=True, ended_at__isnull=False), name="llmcall_unpriced"),
             models.Index(fields=["ended_at"], condition=Q(recorded_at__isnull=True, outcome="ok"), name="llmcall_unrecorded"),

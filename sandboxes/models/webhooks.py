@@ -161,6 +161,8 @@ class Event(models.Model):
         constraints = [models.UniqueConstraint(fields=["kind", "key"], name="event_once")]
         indexes = [
             models.Index(fields=["-at", "-id"], name="event_newest"),
+            # Prefix search of the console. PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["key"], opclasses=["varchar_pattern_ops"], name="event_key_prefix"),
             models.Index(fields=["at", "id"], condition=Q(position__isnull=True), name="event_without_position"),
         ]
 

@@ -1,0 +1,21 @@
+"""Indexes for the searches and filters of the console, created while the tables are written."""
+
+from django.db import migrations, models
+
+from sandboxes.db.concurrent_indexes import AddIndexConcurrently
+
+
+class Migration(migrations.Migration):
+    atomic = False
+    dependencies = [("leases", "0048_repository_defaults")]
+
+    operations = [
+        AddIndexConcurrently(
+            model_name="lease",
+            index=models.Index(fields=["agent_did"], name="lease_agent_prefix", opclasses=["varchar_pattern_ops"]),
+        ),
+        AddIndexConcurrently(
+            model_name="lease",
+            index=models.Index(fields=["environment_id"], name="lease_environment_prefix", opclasses=["varchar_pattern_ops"]),
+        ),
+    ]

@@ -12,11 +12,19 @@ class Migration(migrations.Migration):
     operations = [
         AddIndexConcurrently(
             model_name="costrecord",
-            index=models.Index(fields=["agent_did"], name="cost_agent_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["agent_did", "day"],
+                name="cost_agent_prefix",
+                opclasses=["varchar_pattern_ops", "date_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="costrecord",
-            index=models.Index(fields=["environment_id"], name="cost_environment_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["environment_id"],
+                name="cost_environment_prefix",
+                opclasses=["varchar_pattern_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="usagerecord",
@@ -24,10 +32,18 @@ class Migration(migrations.Migration):
         ),
         AddIndexConcurrently(
             model_name="usagerecord",
-            index=models.Index(fields=["agent_did"], name="usage_agent_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["agent_did", "day"],
+                name="usage_agent_prefix",
+                opclasses=["varchar_pattern_ops", "date_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="usagerecord",
-            index=models.Index(fields=["environment_id"], name="usage_environment_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["environment_id"],
+                name="usage_environment_prefix",
+                opclasses=["varchar_pattern_ops"],
+            ),
         ),
     ]

@@ -12,10 +12,18 @@ class Migration(migrations.Migration):
     operations = [
         AddIndexConcurrently(
             model_name="lease",
-            index=models.Index(fields=["agent_did"], name="lease_agent_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["agent_did", "-leased_at"],
+                name="lease_agent_prefix",
+                opclasses=["varchar_pattern_ops", "timestamptz_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="lease",
-            index=models.Index(fields=["environment_id"], name="lease_environment_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["environment_id", "-leased_at", "-id"],
+                name="lease_environment_prefix",
+                opclasses=["varchar_pattern_ops", "timestamptz_ops", "uuid_ops"],
+            ),
         ),
     ]

@@ -3,6 +3,7 @@
 from django.db import migrations, models
 
 from sandboxes.db.concurrent_indexes import AddIndexConcurrently
+from sandboxes.db.prefix_index import PrefixIndex
 
 
 class Migration(migrations.Migration):
@@ -16,7 +17,11 @@ class Migration(migrations.Migration):
         ),
         AddIndexConcurrently(
             model_name="egressconnection",
-            index=models.Index(fields=["environment_id"], name="egressconn_environment_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["environment_id"],
+                name="egressconn_environment_prefix",
+                opclasses=["varchar_pattern_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="egressconnection",
@@ -24,19 +29,27 @@ class Migration(migrations.Migration):
         ),
         AddIndexConcurrently(
             model_name="event",
-            index=models.Index(fields=["key"], name="event_key_prefix", opclasses=["varchar_pattern_ops"]),
+            index=PrefixIndex(fields=["key"], name="event_key_prefix"),
         ),
         AddIndexConcurrently(
             model_name="llmcall",
-            index=models.Index(fields=["agent_did"], name="llmcall_agent_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["agent_did", "-started_at"],
+                name="llmcall_agent_prefix",
+                opclasses=["varchar_pattern_ops", "timestamptz_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="llmcall",
-            index=models.Index(fields=["environment_id"], name="llmcall_environment_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["environment_id"],
+                name="llmcall_environment_prefix",
+                opclasses=["varchar_pattern_ops"],
+            ),
         ),
         AddIndexConcurrently(
             model_name="llmcall",
-            index=models.Index(fields=["model"], name="llmcall_model_prefix", opclasses=["varchar_pattern_ops"]),
+            index=PrefixIndex(fields=["model"], name="llmcall_model_prefix"),
         ),
         AddIndexConcurrently(
             model_name="reading",
@@ -44,18 +57,26 @@ class Migration(migrations.Migration):
         ),
         AddIndexConcurrently(
             model_name="run",
-            index=models.Index(condition=models.Q(("outcome__in", ["ok", "open", "failed"]), _negated=True), fields=["outcome", "-started_at", "-id"], name="run_rare_outcome"),
+            index=models.Index(
+                condition=models.Q(("outcome__in", ["ok", "open", "failed"]), _negated=True),
+                fields=["outcome", "-started_at", "-id"],
+                name="run_rare_outcome",
+            ),
         ),
         AddIndexConcurrently(
             model_name="run",
-            index=models.Index(condition=models.Q(("stop_reason", ""), _negated=True), fields=["stop_reason", "-started_at", "-id"], name="run_stopped"),
+            index=models.Index(
+                condition=models.Q(("stop_reason", ""), _negated=True),
+                fields=["stop_reason", "-started_at", "-id"],
+                name="run_stopped",
+            ),
         ),
         AddIndexConcurrently(
             model_name="sandbox",
-            index=models.Index(fields=["agent_did"], name="sandbox_agent_prefix", opclasses=["varchar_pattern_ops"]),
-        ),
-        AddIndexConcurrently(
-            model_name="sandbox",
-            index=models.Index(fields=["environment_id"], name="sandbox_environment_prefix", opclasses=["varchar_pattern_ops"]),
+            index=models.Index(
+                fields=["environment_id"],
+                name="sandbox_environment_prefix",
+                opclasses=["varchar_pattern_ops"],
+            ),
         ),
     ]

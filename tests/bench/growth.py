@@ -18,6 +18,7 @@ from django.db import connection, connections
 from django.test import Client
 from django.utils import timezone
 
+from billing import period_totals
 from controlplane.schedules import SCHEDULE, SWEEP_NAMES
 from leases import api_keys, execution, leasing
 from leases.leasing import LeaseRequest
@@ -88,6 +89,8 @@ def main() -> None:
             with _database(name):
                 seconds = measure_seconds(lambda size=size: fill(pool, size, now=now))  # type: ignore[misc]
                 print(f"  {size:,} runs and their rows inserted in {seconds:.0f} s, {_get_size()}", flush=True)
+                seconds = measure_seconds(period_totals.derive_missing_totals)
+                print(f"  totals of their costs derived in {seconds:.0f} s", flush=True)
         measure(_build_cases(leases, key), small, large)
         with _database(large):
             measure_retention(leases[0])

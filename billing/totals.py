@@ -123,16 +123,23 @@ def sum_usd_by_day(
     *, since: date, until: date, agents: Collection[str] | None = None, **filters: Any
 ) -> dict[date, dict[str, Decimal]]:
     """Sum costs in USD by day and item. The parameters are those of `sum_costs`."""
-    periods = _find_period_totals(["day"], since, until, agents, filters)
-    rows: Iterable[tuple[Any, ...]] = (
-        _sum_records("day", since, until, agents, filters)
-        if periods is None
-        else periods.exclude(item="").values_list("day", "item").annotate(nano=Sum("usd"))
-    )
     days: dict[date, dict[str, Decimal]] = defaultdict(dict)
-    for day, item, *_, nano in rows:
-        days[day][item] = nanos_to_decimal(int(nano))
+    for day, item, nano in sum_usd("day", "item", since=since, until=until, agents=agents, **filters):
+        days[day][item] = nanos_to_decimal(nano)
     return dict(days)
+
+
+def sum_usd(
+    *groups: str, since: date | None, until: date | None, agents: Collection[str] | None = None, **filters: Any
+) -> list[tuple[Any, ...]]:
+    """Sum costs by several groups, as rows of (group, ..., billionths of USD). The parameters are those of `sum_costs`."""
+    columns = [GROUP_BY_COLUMNS[name] for name in groups]
+    periods = _find_period_totals(groups, since, until, agents, filters)
+    if periods is not None:
+        sums = periods.exclude(item="").values_list(*columns).annotate(nano=Sum("usd"))
+        return [(*row[:-1], int(row[-1])) for row in sums]
+    rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters)).order_by()
+    return [*rows.values_list(*columns).annotate(nano=sum_exact("usd"))]
 
 
 def find_first_day_of_time(*, since: date, until: date, agents: Collection[str] | None = None, **filters: Any) -> date | None:

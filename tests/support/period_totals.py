@@ -17,7 +17,7 @@ def check_period_totals() -> None:
     if not PeriodTotal.are_valid():
         return
     for filters in list_filters():
-        for by in BY:
+        for by in BY if not filters else ("agent", "account"):
             found, expected = (build_report(by, filters, from_records=each) for each in (False, True))
             assert found == expected, (by, filters)
         if "since" in filters and "until" in filters:

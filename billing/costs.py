@@ -4,7 +4,7 @@ Costs follow only from usage, rates and memberships. Each change of one of them 
 (models.Unpriced), and `price_usage` derives the costs of those days again."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from itertools import pairwise
@@ -15,16 +15,13 @@ from django.db import transaction
 from django.db.models import DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
 from django.db.models.functions import Greatest, Least
 
-from billing import membership, pricing
+from billing import period_totals, pricing
 from billing.dates import EPOCH, start_of_day, start_of_next_month
 from billing.instance_types import SandboxSize
 from billing.intervals import MICROSECOND, prorate
 from billing.models import (
-    HOUSE_ACCOUNT_NAME,
-    Account,
     BillableItem,
     CostRecord,
-    Membership,
     Rate,
     Unpriced,
     UsageKind,
@@ -32,7 +29,7 @@ from billing.models import (
     Watermark,
 )
 from billing.money_sums import MAX_RECORD_USD, limit_usd, nanos_to_decimal, sum_exact
-from billing.totals import BILLABLE_STATES
+from billing.totals import BILLABLE_STATES, build_account_lookup
 from sandboxes.claims import note_progress
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import SandboxState
@@ -72,15 +69,19 @@ def price_usage(*, now: datetime) -> Counter[str]:
     counts: Counter[str] = Counter()
     for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
-            Watermark.hold("costs", now)
+            has_totals = period_totals.hold_costs(now)
             # Read before any usage: a mark that is written later stays for the next pass.
             marks = [*Unpriced.objects.filter(day__gte=begin, day__lt=start_of_next_month(begin))]
-            written, removed = _derive_month(begin, sorted({row.day for row in marks})) if marks else (0, 0)
+            days = sorted({row.day for row in marks})
+            written, removed, changed = _derive_month(begin, days) if marks else (0, 0, set())
+            if has_totals:
+                period_totals.update_totals({*days, *changed})
             for start in range(0, len(marks), SQL_BATCH_SIZE):
                 Unpriced.objects.filter(pk__in=[row.pk for row in marks[start : start + SQL_BATCH_SIZE]]).delete()
             checkpoint("priced", begin)
         note_progress()
         counts.update(written=written, removed=removed)
+    period_totals.derive_missing_totals()
     return +counts
 
 
@@ -89,14 +90,15 @@ def reset_costs() -> None:
     with transaction.atomic(durable=True):
         Watermark.hold("costs", EPOCH)
         CostRecord.objects.all().delete()
+        period_totals.delete_totals()
         Unpriced.note(UsageRecord.objects.order_by().values_list("day", flat=True).distinct())
 
 
 # --- one month --------------------------------------------------------------------------------------------------------
 
 
-def _derive_month(begin: date, days: list[date]) -> tuple[int, int]:
-    """Derive the costs of `days` of one month. Return the numbers of records written and removed.
+def _derive_month(begin: date, days: list[date]) -> tuple[int, int, set[date]]:
+    """Derive the costs of `days` of one month. Return the numbers of records written and removed, and their days.
 
     Other days of the month are priced again where their share of an allowance, or the day of a plan's charge, may have
     changed.
@@ -126,7 +128,7 @@ def _derive_month(begin: date, days: list[date]) -> tuple[int, int]:
 
 def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[CostKey, int], dict[CostKey, CostAmount]]:
     """Return the quantities of `days` that have a rate, in base units, and the amounts of their model calls."""
-    account_on = _build_account_lookup()
+    account_on = build_account_lookup()
     lines: dict[CostKey, int] = defaultdict(int)
     model_calls: dict[CostKey, CostAmount] = {}
     for day in days:
@@ -168,15 +170,6 @@ def _build_group_filter(groups: Iterable[AllowanceGroup]) -> Q:
     for account, provider, item in groups:
         condition |= Q(account=account, provider=provider, item=item)
     return condition
-
-
-def _build_account_lookup() -> Callable[[str, date], int]:
-    """Return a function (agent, day) -> account id."""
-    house = Account.objects.get_or_create(name=HOUSE_ACCOUNT_NAME)[0].pk
-    histories: dict[str, list[tuple[date, int]]] = defaultdict(list)
-    for agent, since, account in Membership.objects.order_by("since").values_list("agent_did", "since", "account"):
-        histories[agent].append((since, account))
-    return lambda agent, day: membership.find_account_on(histories.get(agent, ()), day, house)
 
 
 def _iter_day_usage(day: date, rates: Collection[Rate]) -> Iterator[tuple[tuple[Any, ...], list[tuple[tuple[str, int], int]]]]:
@@ -325,9 +318,10 @@ def _load_records(*conditions: Q, **fields: Any) -> dict[CostKey, tuple[int, Cos
 
 def _write_records(
     expected: Mapping[CostKey, CostAmount], existing: Mapping[CostKey, tuple[int, CostAmount]]
-) -> tuple[int, int]:
-    """Replace the existing records that differ from `expected`. Return the numbers of records written and removed."""
-    outdated = [pk for key, (pk, amount) in existing.items() if expected.get(key) != amount]
+) -> tuple[int, int, set[date]]:
+    """Replace the existing records that differ from `expected`. Return the result of `_derive_month`."""
+    replaced = {key: pk for key, (pk, amount) in existing.items() if expected.get(key) != amount}
+    outdated = [*replaced.values()]
     fresh = [
         CostRecord(account_id=key.account, rate_id=key.rate, **_get_plain_columns(key), **amount._asdict())
         for key, amount in expected.items()
@@ -337,7 +331,7 @@ def _write_records(
         CostRecord.objects.filter(pk__in=outdated[start : start + SQL_BATCH_SIZE]).delete()
     checkpoint("repriced", len(outdated))
     CostRecord.objects.bulk_create(fresh, batch_size=SQL_BATCH_SIZE)
-    return len(fresh), len(outdated)
+    return len(fresh), len(outdated), {*(key.day for key in replaced), *(record.day for record in fresh)}
 
 
 def find_limited_records(*, after: int) -> QuerySet[CostRecord]:

@@ -13,7 +13,7 @@ from billing import budgets, pricing
 from billing.dates import start_of_day, start_of_next_month, to_utc_date
 from billing.models import BillableItem, Budget
 from billing.models.budgets import Period
-from billing.totals import sum_costs
+from billing.totals import find_first_day_of_time, sum_usd_by_day
 
 MINUTE = timedelta(minutes=1)
 FORECAST_WINDOW_DAYS = 7  # full days before today from which the pace is computed
@@ -45,13 +45,15 @@ def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal
     Known limit: early in a month the forecast is too low, because the average includes days within an allowance."""
     today = now.astimezone(UTC).date()
     begin, first = today.replace(day=1), today - timedelta(days=last)
-    spent = {total.key: total.usd for total in sum_costs("day", since=begin, until=start_of_next_month(begin), **filters)}
-    recent = sum_costs("day", since=first, until=today, **filters)
-    days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
-    recent_usd = sum((total.usd for total in recent), Decimal(0))
-    plan_totals = sum_costs("day", since=first, until=start_of_next_month(begin), item=BillableItem.PLAN, **filters)
-    plans = {total.key: total.usd for total in plan_totals}
-    recent_usd -= sum((usd for key, usd in plans.items() if key < str(today)), Decimal(0))
+    until = start_of_next_month(begin)
+    costs = sum_usd_by_day(since=min(begin, first), until=until, **filters)
+    totals = {day: sum(items.values(), Decimal(0)) for day, items in costs.items()}
+    plans = {str(day): items.get(BillableItem.PLAN, Decimal(0)) for day, items in costs.items()}
+    spent = {str(day): usd for day, usd in totals.items() if day >= begin}
+    first_used = find_first_day_of_time(since=first, until=today, **filters)
+    in_use = [day for day in (*totals, first_used) if day and first <= day < today]
+    days = (today - min(in_use)).days if in_use else 0
+    recent_usd = sum((usd - plans[str(day)] for day, usd in totals.items() if first <= day < today), Decimal(0))
     pace = Fraction(recent_usd) / days if days else Fraction(0)
     before_today = sum((usd for key, usd in spent.items() if key < str(today)), Decimal(0))
     plan_today = Fraction(plans.get(str(today), 0))

@@ -7,12 +7,11 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from django.db.models import Q
-
 from billing.dates import to_utc_date
 from billing.forecast import Forecast, forecast
-from billing.models import BillableItem, CostRecord
-from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.models import BillableItem
+from billing.money_sums import nanos_to_decimal
+from billing.totals import sum_usd
 
 WINDOW_DAYS, MAX_SPENDERS = 30, 10
 MODEL_CALLS_SERIES, PLANS_SERIES = "model calls", "plans"  # costs of these items are not split by provider
@@ -60,20 +59,18 @@ def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Over
     today = now.astimezone(UTC).date()
     first = today - timedelta(days=WINDOW_DAYS - 1)
     filters: Any = {name: value for name, value in (("account", account), ("agent", agent)) if value}
-    records = CostRecord.objects.filter(
-        Q(account__name=account) if account else Q(), Q(agent_did=agent) if agent else Q(), day__range=(first, today)
-    ).order_by()
+    window: Any = {"since": first, "until": today + timedelta(days=1), **filters}
     parts: dict[date, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     series: dict[str, int] = defaultdict(int)
     items: dict[str, int] = defaultdict(int)
-    for day, provider, item, nano in records.values_list("day", "provider", "item").annotate(nano=sum_exact("usd")):
+    for day, provider, item, nano in sum_usd("day", "provider", "item", **window):
         name = SERIES_BY_ITEM.get(item) or provider or "no provider"
         parts[day][name] += nano
         series[name] += nano
         items[item] += nano
     totals = {name: nanos_to_decimal(nano) for name, nano in _sort_by_cost(series.items()) if nano}
     days = [_build_daily_cost(first + timedelta(days=number), parts, totals) for number in range(WINDOW_DAYS)]
-    agents = records.values_list("agent_did").annotate(nano=sum_exact("usd")).order_by("-nano", "agent_did")[:MAX_SPENDERS]
+    agents = _sort_by_cost(sum_usd("agent", **window))[:MAX_SPENDERS]
     return Overview(
         days=days,
         series=totals,
@@ -88,12 +85,11 @@ def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Over
 def get_costs_to_date(now: datetime) -> tuple[Decimal, Decimal]:
     """Return the costs of today and of this month so far, in USD. One query over this month's days."""
     today = to_utc_date(now)
-    records = CostRecord.objects.filter(day__range=(today.replace(day=1), today))
-    sums = records.aggregate(today=sum_exact("usd", Q(day=today)), month=sum_exact("usd"))
-    return nanos_to_decimal(sums["today"]), nanos_to_decimal(sums["month"])
+    days = dict(sum_usd("day", since=today.replace(day=1), until=today + timedelta(days=1)))
+    return nanos_to_decimal(days.get(today, 0)), nanos_to_decimal(sum(days.values()))
 
 
-def _sort_by_cost(sums: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+def _sort_by_cost(sums: Iterable[tuple[Any, ...]]) -> list[tuple[str, int]]:
     return sorted(sums, key=lambda each: (-each[1], each[0]))
 
 

@@ -1,7 +1,7 @@
 """Totals of costs and sandbox time, grouped by agent, lease, environment, provider, day, account or item."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
@@ -11,8 +11,10 @@ from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, Q
 from django.db.models.functions import Coalesce
 from django.db.models.lookups import Exact
 
-from billing.dates import EPOCH_DATE
-from billing.models import HOUSE_ACCOUNT_NAME, CostRecord, Membership, UsageKind, UsageRecord
+from billing import membership
+from billing.dates import EPOCH_DATE, start_of_next_month
+from billing.intervals import MICROSECOND
+from billing.models import HOUSE_ACCOUNT_NAME, Account, CostRecord, Membership, PeriodTotal, UsageKind, UsageRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 from sandboxes.models import AWAKE_STATES
 
@@ -44,23 +46,66 @@ def sum_costs(
 ) -> list[CostTotal]:
     """Sum costs from day `since` up to but not including `until`, most expensive group first; by day in date order.
 
-    `by` and the names in `filters` are keys of GROUP_BY_COLUMNS. `agents` limits the sum to those DIDs."""
-    rows = CostRecord.objects.filter(
-        _build_range_filter(since, until, agents), **{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()}
-    )
+    `by` and the names in `filters` are keys of GROUP_BY_COLUMNS. `agents` limits the sum to those DIDs. Reads the totals by
+    day and month, except by lease and environment, which have few records each."""
+    without_time = by == "item" or "item" in filters
+    periods = _find_period_totals([by], since, until, agents, filters)
+    if periods is None:
+        sandbox_time = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
+        return _build_totals(by, _sum_records(by, since, until, agents, filters), sandbox_time)
+    sums = [*periods.values_list(GROUP_BY_COLUMNS[by], "item").annotate(*map(Sum, ("quantity", "free", "usd", "micros")))]
+    durations: dict[str, timedelta] = defaultdict(timedelta)
+    for key, item, *_, micros in sums:
+        if not item:
+            durations[_format_key(key)] += int(micros) * MICROSECOND
+    return _build_totals(by, [row[:5] for row in sums if row[1]], None if without_time else durations)
+
+
+def _sum_records(
+    by: str, since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
+) -> QuerySet[CostRecord, tuple[Any, ...]]:
+    """Sum cost records as rows of (group, item, quantity, free quantity, USD), in billionths."""
+    rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters))
     sums = rows.order_by().values_list(GROUP_BY_COLUMNS[by], "item")
-    sums = sums.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
+    return sums.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
+
+
+def _find_period_totals(
+    groups: Collection[str], since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
+) -> QuerySet[PeriodTotal] | None:
+    """Find the totals that make up a range of days, or None if there are none with these groups and filters.
+
+    Full months of agents are single totals, and the other days of the range are totals of days."""
+    names = {*groups, *filters}
+    if not names.isdisjoint(("lease", "environment")) or not PeriodTotal.are_valid():
+        return None
+    in_range, period = _build_range_filter(since, until, agents), PeriodTotal.Period
+    if "agent" not in names and agents is None:
+        periods = Q(period=period.DAY)
+    elif "day" in names:
+        periods = Q(period=period.AGENT_DAY)
+    else:
+        begin = start_of_next_month(since) if since and since.day > 1 else since
+        end = until.replace(day=1) if until else None
+        months = _build_range_filter(begin, end, None)
+        is_edge = Q(day__lt=begin) if begin else Q(pk__in=[])
+        is_edge |= Q(day__gte=end) if end else Q(pk__in=[])
+        if begin and end and begin >= end:
+            months, is_edge = Q(pk__in=[]), Q()
+        periods = Q(months, period=period.AGENT_MONTH) | Q(is_edge, period=period.AGENT_DAY)
+    return PeriodTotal.objects.filter(in_range, periods, **_get_columns(filters)).order_by()
+
+
+def _build_totals(by: str, sums: Iterable[tuple[Any, ...]], sandbox_time: Mapping[str, timedelta] | None) -> list[CostTotal]:
     quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
     free: dict[str, dict[str, Decimal]] = defaultdict(dict)
     usd: Counter[str] = Counter()
     for key, item, quantity, free_quantity, nano in sums:
         name = _format_key(key)
-        quantities[name][item] = nanos_to_decimal(quantity)
+        quantities[name][item] = nanos_to_decimal(int(quantity))
         if free_quantity:
-            free[name][item] = nanos_to_decimal(free_quantity)
-        usd[name] += nano
-    without_time = by == "item" or "item" in filters
-    sandbox_time = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
+            free[name][item] = nanos_to_decimal(int(free_quantity))
+        usd[name] += int(nano)
     names = sorted({*quantities, *(sandbox_time or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
     return [
         CostTotal(
@@ -74,22 +119,75 @@ def sum_costs(
     ]
 
 
+def sum_usd_by_day(
+    *, since: date, until: date, agents: Collection[str] | None = None, **filters: Any
+) -> dict[date, dict[str, Decimal]]:
+    """Sum costs in USD by day and item. The parameters are those of `sum_costs`."""
+    days: dict[date, dict[str, Decimal]] = defaultdict(dict)
+    for day, item, nano in sum_usd("day", "item", since=since, until=until, agents=agents, **filters):
+        days[day][item] = nanos_to_decimal(nano)
+    return dict(days)
+
+
+def sum_usd(
+    *groups: str, since: date | None, until: date | None, agents: Collection[str] | None = None, **filters: Any
+) -> list[tuple[Any, ...]]:
+    """Sum costs by several groups, as rows of (group, ..., billionths of USD). The parameters are those of `sum_costs`."""
+    columns = [GROUP_BY_COLUMNS[name] for name in groups]
+    periods = _find_period_totals(groups, since, until, agents, filters)
+    if periods is not None:
+        sums = periods.exclude(item="").values_list(*columns).annotate(nano=Sum("usd"))
+        return [(*row[:-1], int(row[-1])) for row in sums]
+    rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters)).order_by()
+    return [*rows.values_list(*columns).annotate(nano=sum_exact("usd"))]
+
+
+def find_first_day_of_time(*, since: date, until: date, agents: Collection[str] | None = None, **filters: Any) -> date | None:
+    """Return the first day with billable sandbox time. The parameters are those of `sum_sandbox_time`. Reads no sums."""
+    found = (build_time_filter(since, until, agents, filters).filter(part) for part in _build_account_parts(since, filters))
+    days = [day for rows in found for day in rows.order_by("day").values_list("day", flat=True)[:1]]
+    return min(days, default=None)
+
+
 def sum_sandbox_time(
     by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **filters: Any
 ) -> dict[str, timedelta]:
     """Sum billable sandbox time by group. The parameters are those of `sum_costs`, except that there is no item."""
-    account = filters.pop("account", None)
-    rows = UsageRecord.objects.filter(
-        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES
-    ).order_by()
-    rows = rows.filter(**{GROUP_BY_COLUMNS[name]: value for name, value in filters.items()})
+    rows = build_time_filter(since, until, agents, filters)
     if by == "account":
+        account = filters.get("account")
         return {name: duration for name, duration in _sum_time_by_account(rows, since).items() if account in (None, name)}
     total: dict[str, timedelta] = defaultdict(timedelta)
-    for part in [Q()] if account is None else build_account_filters(account, since):
+    for part in _build_account_parts(since, filters):
         for key, duration in rows.filter(part).values_list(GROUP_BY_COLUMNS[by]).annotate(duration=TOTAL_DURATION):
             total[_format_key(key)] += duration
     return dict(total)
+
+
+def build_time_filter(
+    since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
+) -> QuerySet[UsageRecord]:
+    """Find the records of billable sandbox time, of every account."""
+    columns = _get_columns({name: value for name, value in filters.items() if name != "account"})
+    rows = UsageRecord.objects.filter(
+        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES, **columns
+    )
+    return rows.order_by()
+
+
+def build_account_lookup() -> Callable[[str, date], int]:
+    """Return a function (agent, day) -> account id."""
+    house = Account.objects.get_or_create(name=HOUSE_ACCOUNT_NAME)[0].pk
+    histories: dict[str, list[tuple[date, int]]] = defaultdict(list)
+    for agent, since, account in Membership.objects.order_by("since").values_list("agent_did", "since", "account"):
+        histories[agent].append((since, account))
+    return lambda agent, day: membership.find_account_on(histories.get(agent, ()), day, house)
+
+
+def _build_account_parts(since: date | None, filters: Mapping[str, Any]) -> list[Q]:
+    """Build disjoint filters of the usage of the account in `filters`, or of all usage."""
+    account = filters.get("account")
+    return [Q()] if account is None else build_account_filters(account, since)
 
 
 def _sum_time_by_account(rows: QuerySet[UsageRecord], since: date | None) -> dict[str, timedelta]:
@@ -135,6 +233,10 @@ def _build_range_filter(since: date | None, until: date | None, agents: Collecti
     if until:
         condition &= Q(day__lt=until)
     return condition
+
+
+def _get_columns(filters: Mapping[str, Any]) -> dict[str, Any]:
+    return {GROUP_BY_COLUMNS[name]: value for name, value in filters.items()}
 
 
 def _format_key(key: object) -> str:

@@ -4,6 +4,7 @@ from billing.membership import HOUSE_ACCOUNT_NAME
 from billing.models.accounts import Account, Membership
 from billing.models.budgets import Budget, Tab
 from billing.models.costs import CostRecord
+from billing.models.period_totals import PeriodTotal
 from billing.models.rates import BillableItem, Rate
 from billing.models.statements import Credit, Statement, StatementLine
 from billing.models.usage import Meter, Unpriced, UsageKind, UsageRecord, Watermark
@@ -17,6 +18,7 @@ __all__ = [
     "Credit",
     "Membership",
     "Meter",
+    "PeriodTotal",
     "Rate",
     "Statement",
     "StatementLine",

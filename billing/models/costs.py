@@ -52,8 +52,10 @@ class CostRecord(models.Model):
         ]  # fmt: skip
         indexes = [
             models.Index(fields=["account", "day"], name="cost_account"),
-            models.Index(fields=["agent_did", "day"], name="cost_agent"),
             models.Index(fields=["holder", "day"], name="cost_holder"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["agent_did", "day"], opclasses=["varchar_pattern_ops", "date_ops"], name="cost_agent_prefix"),
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="cost_environment_prefix"),
         ]
 
     def __str__(self) -> str:

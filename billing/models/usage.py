@@ -125,7 +125,10 @@ class UsageRecord(models.Model):
         indexes = [
             models.Index(fields=["day", "item"], name="usage_day"),
             models.Index(fields=["holder", "day"], name="usage_holder"),
-            models.Index(fields=["agent_did", "day"], name="usage_agent"),
+            models.Index(fields=["-day", "-id"], condition=Q(unpriced__gt=0), name="usage_unpriced"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["agent_did", "day"], opclasses=["varchar_pattern_ops", "date_ops"], name="usage_agent_prefix"),
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="usage_environment_prefix"),
         ]
 
     def __str__(self) -> str:

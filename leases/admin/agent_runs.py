@@ -31,6 +31,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.admin.base.registry import build_agent_field
 from sandboxes.db import database_time
 from sandboxes.models import Run
@@ -56,6 +57,7 @@ class AgentRunAdmin(ReadOnlyModelAdmin):
     list_filter = ["state", "cli"]
     list_select_related = ["lease"]
     search_fields = ["lease__agent_did__startswith", "lease__environment_id__startswith"]
+    owner_search = OwnerSearch("lease", began="started_at", ended="ended_at")
     search_help_text = "Agent or environment (prefix), or a complete id"
     ordering = ["-started_at", "-pk"]
     list_tabs = {

@@ -38,6 +38,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.admin.base.registry import build_agent_field
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
@@ -254,6 +255,7 @@ class TurnAdmin(ReadOnlyModelAdmin):
     list_filter = ["skipped"]
     list_select_related = ["lease"]
     search_fields = ["lease__agent_did__startswith", "lease__environment_id__startswith"]
+    owner_search = OwnerSearch("lease")
     search_help_text = "Agent or environment (prefix)"
     ordering = ["-pk"]
     list_tabs = {

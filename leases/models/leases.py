@@ -130,8 +130,17 @@ class Lease(models.Model):
         ]
         indexes = [
             models.Index(fields=["-leased_at", "-id"], name="lease_newest"),
-            models.Index(fields=["agent_did", "-leased_at"], name="lease_agent"),
-            models.Index(fields=["environment_id", "-leased_at", "-id"], name="lease_environment"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(
+                fields=["agent_did", "-leased_at"],
+                opclasses=["varchar_pattern_ops", "timestamptz_ops"],
+                name="lease_agent_prefix",
+            ),
+            models.Index(
+                fields=["environment_id", "-leased_at", "-id"],
+                opclasses=["varchar_pattern_ops", "timestamptz_ops", "uuid_ops"],
+                name="lease_environment_prefix",
+            ),
             models.Index(fields=["expires_minute"], condition=Q(status="active"), name="lease_expiry"),
             models.Index(fields=["ended_at"], condition=Q(status="expired"), name="lease_to_reclaim"),
             models.Index(fields=["ended_at"], condition=Q(status="destroyed"), name="lease_destroyed"),

@@ -21,6 +21,7 @@ REASONS: Mapping[str, str] = {
     "billing.Credit": ACCOUNTING,
     "billing.Membership": CONFIGURED,
     "billing.Meter": "deleted by metering once the sandbox is destroyed and metered",
+    "billing.PeriodTotal": "sums of cost records, which are kept",
     "billing.Rate": CONFIGURED,
     "billing.Statement": ACCOUNTING,
     "billing.StatementLine": ACCOUNTING,

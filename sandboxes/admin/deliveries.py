@@ -14,7 +14,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from sandboxes.admin.base.actions import AdminAction
-from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.changelist import KnownValuesFilter, ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
@@ -30,6 +30,7 @@ from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_field
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Event, Webhook
+from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import delivery, outbox
 
 MAX_PANEL_ROWS = 12
@@ -56,10 +57,14 @@ def render_webhook_state(row: Webhook) -> SafeString:
     return render_badge(STATE_BADGES[row.state], row.state)
 
 
+class EventTypeFilter(KnownValuesFilter):
+    known_values = EventType.values
+
+
 @admin.register(Event)
 class EventAdmin(ReadOnlyModelAdmin):
     list_display = ["event_label", "happened", "deliveries_summary"]
-    list_filter = ["kind"]
+    list_filter = [("kind", EventTypeFilter)]
     search_fields = ["key__startswith"]
     search_help_text = "Lease or sandbox (prefix), or a complete id"
     ordering = ["-at", "-pk"]
@@ -116,7 +121,7 @@ class EventAdmin(ReadOnlyModelAdmin):
 @admin.register(Delivery)
 class DeliveryAdmin(ReadOnlyModelAdmin):
     list_display = ["event_label", "webhook_label", "state", "attempts", "response"]
-    list_filter = ["event__kind"]
+    list_filter = [("event__kind", EventTypeFilter)]
     list_select_related = ["event", "webhook"]
     search_fields = ["event__key__startswith", "webhook__url__contains"]
     search_help_text = "Lease or sandbox (prefix), or part of the URL"

@@ -21,6 +21,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.db import database_time
 from sandboxes.formatting import format_path
@@ -39,7 +40,8 @@ class ProcessAdmin(ReadOnlyModelAdmin):
     list_display = ["line", "condition", "lasted", "restart_count", "started", "agent_label"]
     list_filter = ["state", "restart"]
     list_select_related = ["sandbox"]
-    search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
+    search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
+    owner_search = OwnerSearch("sandbox", began="started_at", ended="destroyed_at")
     search_help_text = "Agent or environment (prefix), or a complete id"
     ordering = ["-started_at", "-pk"]
     list_tabs = {

@@ -19,6 +19,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.models import Reading, Sandbox
 
@@ -28,6 +29,7 @@ class ReadingAdmin(ReadOnlyModelAdmin):
     list_display = ["agent_label", "cpu", "memory", "over", "read_time"]
     list_select_related = ["sandbox"]
     search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
+    owner_search = OwnerSearch("sandbox", began="at", ended="destroyed_at")
     search_help_text = "Agent or environment (prefix)"
     ordering = ["-at", "-pk"]
     list_tabs = {

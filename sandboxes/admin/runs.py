@@ -4,8 +4,9 @@ from typing import Any
 from uuid import UUID
 
 from django.contrib import admin, messages
+from django.contrib.admin import ChoicesFieldListFilter
 from django.core.exceptions import PermissionDenied
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
@@ -27,6 +28,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.admin.base.registry import build_holder_field
 from sandboxes.db import database_time
 from sandboxes.failed_by import classify_run
@@ -49,13 +51,23 @@ def render_run_outcome(run: Run) -> SafeString:
     return render_badge(run.outcome, text)
 
 
+class OutcomeFilter(ChoicesFieldListFilter):
+    """Filter by outcome. The index of open runs is by their missing end, which is equivalent: run_open_iff_not_ended."""
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Run]) -> QuerySet[Run] | None:
+        is_open = self.lookup_val == [RunOutcome.OPEN]
+        return super().queryset(request, queryset.filter(ended_at__isnull=True) if is_open else queryset)
+
+
 @admin.register(Run)
 class RunAdmin(ReadOnlyModelAdmin):
     list_display = ["line", "result", "kind_label", "duration", "started", "agent_label"]
-    list_filter = ["outcome", "kind", "stop_reason"]
+    list_filter = [("outcome", OutcomeFilter), "kind", "stop_reason"]
     list_select_related = ["sandbox"]
     list_defer = ["stdout", "stderr"]
-    search_fields = ["agent_did__startswith", "sandbox__environment_id__startswith"]
+    search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
+    owner_search = OwnerSearch("sandbox", began="started_at", ended="destroyed_at")
+    filter_columns = {"agent_did": "sandbox__agent_did"}
     search_help_text = "Agent or environment (prefix), or a complete id"
     ordering = ["-started_at", "-pk"]
     list_tabs = {

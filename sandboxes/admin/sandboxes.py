@@ -17,6 +17,7 @@ from sandboxes import destruction, formatting, suspension
 from sandboxes.admin.agent_data import build_agent_data_field, find_attachment
 from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.base.audit import AuditEntry, list_audit_entries
+from sandboxes.admin.base.changelist import KnownValuesFilter
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
@@ -46,6 +47,7 @@ from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, Host, Sandbox, SandboxState, Snapshot, Transition
 from sandboxes.models.state import Attachment, SnapshotKind
 from sandboxes.providers.base import Network
+from sandboxes.providers.registry import PROVIDERS
 
 NETWORK_NOTES = {Network.SEALED: "", Network.GATEWAY: ", network to the gateway alone", Network.OPEN: ", open network"}
 MAX_PANEL_ROWS = 25  # newest entries of each table on a sandbox's page
@@ -108,10 +110,14 @@ class TimeInStateFilter(RadioFilter):
         return queryset.filter(state_since__lt=database_time.now() - length) if length else queryset
 
 
+class SandboxProviderFilter(KnownValuesFilter):
+    known_values = [*PROVIDERS]
+
+
 @admin.register(Sandbox)
 class SandboxAdmin(ReadOnlyModelAdmin):
     list_display = ["agent_label", "status", "lasted", "place", "used", "trouble"]
-    list_filter = ["state", TimeInStateFilter, "pool", "policy", "provider"]
+    list_filter = ["state", TimeInStateFilter, "pool", "policy", ("provider", SandboxProviderFilter)]
     list_select_related = ["pool", "attachment"]
     list_defer = ["attachment__base", "attachment__pulling"]
     search_fields = ["agent_did__startswith", "environment_id__startswith"]

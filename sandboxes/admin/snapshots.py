@@ -26,6 +26,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field
 from sandboxes.db import database_time
 from sandboxes.formatting import format_bytes
@@ -51,6 +52,7 @@ class SnapshotAdmin(DownloadModelAdmin):
     list_filter = ["kind"]
     list_select_related = ["sandbox"]
     search_fields = ["sandbox__agent_did__startswith", "sandbox__environment_id__startswith"]
+    owner_search = OwnerSearch("sandbox")
     search_help_text = "Agent or environment (prefix), or a complete id"
     ordering = ["-at", "-pk"]
     list_tabs = {

@@ -51,6 +51,10 @@ class EgressConnection(models.Model):
         indexes = [
             models.Index(fields=["-started_at", "-id"], name="egressconnection_newest"),
             models.Index(fields=["holder", "-started_at", "-id"], name="egressconnection_holder"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["agent_did"], opclasses=["varchar_pattern_ops"], name="egressconn_agent_prefix"),
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="egressconn_environment_prefix"),
+            models.Index(fields=["domain"], opclasses=["varchar_pattern_ops"], name="egressconn_domain_prefix"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="egressconnection_open"),
         ]
 

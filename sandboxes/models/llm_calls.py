@@ -5,6 +5,8 @@ from decimal import Decimal
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.prefix_index import PrefixIndex
+
 
 class TokenKind(models.TextChoices):
     """Kinds of quantities that vendors price separately. The kinds of one call are disjoint: each token has one kind."""
@@ -119,7 +121,14 @@ class LlmCall(models.Model):
                 condition=Q(kind="llm", cost__isnull=True, outcome__in=["ok", "failed", "cut", "lost"]),
             ),
             models.Index(fields=["holder", "-started_at", "-id"], name="llmcall_holder"),
-            models.Index(fields=["agent_did", "-started_at"], name="llmcall_agent"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(
+                fields=["agent_did", "-started_at"],
+                opclasses=["varchar_pattern_ops", "timestamptz_ops"],
+                name="llmcall_agent_prefix",
+            ),
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="llmcall_environment_prefix"),
+            PrefixIndex(fields=["model"], name="llmcall_model_prefix"),
             models.Index(fields=["deadline_at"], condition=Q(ended_at__isnull=True), name="llmcall_open"),
             models.Index(fields=["model"], condition=Q(cost__isnull=True, ended_at__isnull=False), name="llmcall_unpriced"),
             models.Index(fields=["ended_at"], condition=Q(recorded_at__isnull=True, outcome="ok"), name="llmcall_unrecorded"),

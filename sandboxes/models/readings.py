@@ -29,6 +29,7 @@ class Reading(models.Model):
         ]
         indexes = [
             models.Index(fields=["-at", "-id"], name="reading_newest"),
+            models.Index(fields=["holder", "-at", "-id"], name="reading_holder"),
             models.Index(fields=["id"], condition=Q(metered=False), name="reading_unmetered"),
         ]
 

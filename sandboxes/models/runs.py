@@ -119,6 +119,12 @@ class Run(models.Model):
             # Console lists of few among many. The usual run, an exec that succeeds, is in neither index.
             models.Index(fields=["-started_at", "-id"], condition=~Q(outcome__in=["ok", "open"]), name="run_not_ok"),
             models.Index(fields=["kind", "-started_at", "-id"], condition=~Q(kind="exec"), name="run_not_exec"),
+            models.Index(
+                fields=["outcome", "-started_at", "-id"],
+                condition=~Q(outcome__in=["ok", "open", "failed"]),
+                name="run_rare_outcome",
+            ),
+            models.Index(fields=["stop_reason", "-started_at", "-id"], condition=~Q(stop_reason=""), name="run_stopped"),
             models.Index(fields=["ended_at"], condition=HAS_LARGE_OUTPUT, name="run_large_output"),
         ]
 

@@ -241,6 +241,8 @@ class Sandbox(models.Model):
         # The state, or a column that follows from it, is part of six indexes: no change of the state is a heap-only update.
         indexes = [
             models.Index(fields=["holder"], name="sandbox_holder"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="sandbox_environment_prefix"),
             models.Index(fields=["-created_at", "-id"], name="sandbox_newest"),
             # Conditions without a literal: the planner can prove them for a prepared statement whose values are parameters.
             models.Index(

@@ -10,6 +10,7 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.prefix_index import PrefixIndex
 from sandboxes.webhooks.addresses import get_refusal_reason
 
 
@@ -161,6 +162,7 @@ class Event(models.Model):
         constraints = [models.UniqueConstraint(fields=["kind", "key"], name="event_once")]
         indexes = [
             models.Index(fields=["-at", "-id"], name="event_newest"),
+            PrefixIndex(fields=["key"], name="event_key_prefix"),
             models.Index(fields=["at", "id"], condition=Q(position__isnull=True), name="event_without_position"),
         ]
 

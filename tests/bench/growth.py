@@ -18,12 +18,13 @@ from django.db import connection, connections
 from django.test import Client
 from django.utils import timezone
 
+from billing import period_totals
 from controlplane.schedules import SCHEDULE, SWEEP_NAMES
 from leases import api_keys, execution, leasing
 from leases.leasing import LeaseRequest
-from leases.models import Lease
+from leases.models import AgentKey, Lease
 from leases.retention.sweep import delete_expired
-from sandboxes.models import Pool
+from sandboxes.models import Host, Pool
 from sandboxes.runs.operations import Command
 from tests.bench.history import fill
 from tests.bench.measure import measure_seconds
@@ -43,11 +44,23 @@ PAGES = {
     "runs, search without result": "sandboxes/run/?slice=all&q=nothing",
     "sandboxes": "sandboxes/sandbox/?slice=all", "sandboxes, search": "sandboxes/sandbox/?slice=all&q=did:plc:a7",
     "hosts": "sandboxes/host/", "readings": "sandboxes/reading/",
+    "runs, search by old environment": "sandboxes/run/?slice=all&q=game-12",
+    "runs, of an agent": "sandboxes/run/?slice=all&agent_did=did:plc:a7",
+    "runs, open": "sandboxes/run/?slice=all&outcome__exact=open",
+    "runs, stopped": "sandboxes/run/?slice=all&stop_reason__exact=ttl",
+    "readings, search": "sandboxes/reading/?q=did:plc:a7", "events": "sandboxes/event/",
     "usage, search": "billing/usagerecord/?slice=all&q=did:plc:a7",
+    "usage, search without result": "billing/usagerecord/?slice=all&q=nothing",
+    "usage, unpriced": "billing/usagerecord/?slice=unpriced",
+    "costs": "billing/costrecord/", "costs, search": "billing/costrecord/?slice=all&q=did:plc:a7",
+    "accounts": "billing/account/", "budgets": "billing/budget/", "agents": "leases/agent/", "keys": "leases/agentkey/",
+    "environments": "leases/environment/?slice=all", "dashboard": "",
 }  # fmt: skip
 API = {
     "GET /leases": "leases", "GET /leases?status=active": "leases?status=active", "GET /environments": "environments",
-    "GET /costs": "costs",
+    "GET /costs": "costs", "GET /costs by day": "costs?by=day", "GET /costs of an agent": "costs?agent=did:plc:a7",
+    "GET /forecast": "forecast", "GET /forecast of an account": "forecast?account=house", "GET /budgets": "budgets",
+    "GET /agents": "agents",
 }  # fmt: skip
 
 
@@ -76,6 +89,8 @@ def main() -> None:
             with _database(name):
                 seconds = measure_seconds(lambda size=size: fill(pool, size, now=now))  # type: ignore[misc]
                 print(f"  {size:,} runs and their rows inserted in {seconds:.0f} s, {_get_size()}", flush=True)
+                seconds = measure_seconds(period_totals.derive_missing_totals)
+                print(f"  totals of their costs derived in {seconds:.0f} s", flush=True)
         measure(_build_cases(leases, key), small, large)
         with _database(large):
             measure_retention(leases[0])
@@ -159,11 +174,17 @@ def _build_cases(leases: list[Lease], key: str) -> list[GrowthCase]:
         result = SCHEDULE[name].sweep(now=timezone.now())
         assert not result.failures, result.failures
 
+    host, agent_key = Host.objects.values_list("pk", flat=True)[0], AgentKey.objects.values_list("pk", flat=True)[0]
+    rows = {
+        "host": f"/admin/sandboxes/host/{host}/change/", "key": f"/admin/leases/agentkey/{agent_key}/change/",
+        "pool": f"/admin/sandboxes/pool/{leases[0].pool_id}/change/", "lease": f"/admin/leases/lease/{leases[0].pk}/change/",
+    }  # fmt: skip
     return [
         GrowthCase("no query of the history", lambda: Pool.objects.count()),
         GrowthCase("exec", lambda: _run(leases[0])),
         *(GrowthCase(name, lambda path=path: read(f"/api/v1/{path}", **headers)) for name, path in API.items()),  # type: ignore[misc]
         *(GrowthCase(f"sweep {name}", lambda name=name: sweep(name)) for name in SWEEPS),  # type: ignore[misc]
+        *(GrowthCase(f"console: page of a {name}", lambda path=path: read(path)) for name, path in rows.items()),  # type: ignore[misc]
         *(GrowthCase(f"console: {name}", lambda path=path: read(f"/admin/{path}")) for name, path in PAGES.items()),  # type: ignore[misc]
     ]
 

@@ -9,6 +9,7 @@ MODULES = (
     "sandboxes.db.concurrent_indexes",
     "sandboxes.db.expressions",
     "sandboxes.db.migration_operations",
+    "sandboxes.db.prefix_index",
 )
 # Validators and defaults of model fields, to which migrations refer by name. None is moved, renamed or removed.
 FUNCTIONS = (

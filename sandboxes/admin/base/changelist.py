@@ -1,11 +1,12 @@
 """Changelists with tabs, a capped row count and filters by link columns."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
+from django.contrib.admin import AllValuesFieldListFilter
 from django.core.paginator import Paginator
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
@@ -60,6 +61,16 @@ class ListTab:
         return self.build_filter(now) if self.build_filter else Q()
 
 
+class KnownValuesFilter(AllValuesFieldListFilter):
+    """Filter by a text column, with a choice for each known value. Django's filter reads all rows for the choices."""
+
+    known_values: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lookup_choices: Any = sorted(self.known_values)
+
+
 class TabbedChangeList(ChangeList):
     """Changelist of the tab named by the query parameter `slice`, which is kept apart from search and filters."""
 
@@ -95,7 +106,12 @@ class TabbedChangeList(ChangeList):
     def get_filters_params(self, params: Any = None) -> dict[str, Any]:
         """Strip NUL, which PostgreSQL rejects in text."""
         filters: dict[str, Any] = super().get_filters_params(params)
-        return {name: [value.replace("\0", "") for value in values] for name, values in filters.items() if name != "slice"}
+        columns = self.model_admin.filter_columns
+        return {
+            columns.get(name, name): [value.replace("\0", "") for value in values]
+            for name, values in filters.items()
+            if name != "slice"
+        }
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         if self.tab:

@@ -13,6 +13,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from sandboxes.admin.base.actions import ActionModelAdmin
 from sandboxes.admin.base.changelist import CappedPaginator, ListTab, TabbedChangeList, parse_uuid
 from sandboxes.admin.base.fields import DurationTextField, LineListField, NormalizedDecimalField
+from sandboxes.admin.base.owner_search import OwnerSearch
 
 
 class ConsoleModelAdmin(ActionModelAdmin):
@@ -30,6 +31,8 @@ class ConsoleModelAdmin(ActionModelAdmin):
     list_tabs: ClassVar[Mapping[str, ListTab]] = {}  # the first one is the default
     labels: ClassVar[Mapping[str, str]] = {}  # of form fields whose column name is not a label
     list_defer: ClassVar[Sequence[str]] = ()
+    owner_search: ClassVar[OwnerSearch | None] = None  # of lists whose search fields are columns of one other table
+    filter_columns: ClassVar[Mapping[str, str]] = {}  # filters by a column of the sandbox in place of the row's copy
     formfield_overrides = {
         models.DurationField: {"form_class": DurationTextField},
         models.JSONField: {"form_class": LineListField},
@@ -38,6 +41,9 @@ class ConsoleModelAdmin(ActionModelAdmin):
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[TabbedChangeList]:
         return TabbedChangeList
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        return lookup in self.filter_columns.values() or super().lookup_allowed(lookup, value, request)
 
     def annotate_rows(self, rows: list[Any]) -> None:
         """Set computed attributes on the rows of one changelist page, by one query for all of them."""
@@ -73,6 +79,8 @@ class ConsoleModelAdmin(ActionModelAdmin):
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
         if isinstance(self.opts.pk, models.UUIDField) and (pk := parse_uuid(search_term)):
             return queryset.filter(pk=pk), False
+        if self.owner_search and search_term.strip():
+            queryset = self.owner_search.narrow(self, request, queryset, search_term)
         results: tuple[Any, bool] = super().get_search_results(request, queryset, search_term)
         return results
 

@@ -1,6 +1,6 @@
 """Fixtures of the billing tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -11,6 +11,15 @@ from billing.models import Rate
 from leases.models import Lease
 from tests.conftest import NOW
 from tests.support.billing import ADA, HOUR, create_rate, run_command
+from tests.support.period_totals import check_period_totals
+
+
+@pytest.fixture(autouse=True)
+def compare_totals(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test with a database: the totals by day and month are the sums of the records that the test has left."""
+    yield
+    if request.node.get_closest_marker("django_db"):
+        check_period_totals()
 
 
 @pytest.fixture

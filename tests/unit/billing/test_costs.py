@@ -16,8 +16,11 @@ from django.utils import timezone
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from billing import costs, totals
+from billing import costs, period_totals, totals
+from billing.dates import start_of_next_month
+from billing.forecast import forecast
 from billing.models import CostRecord, Membership, Rate, Unpriced, UsageRecord
+from billing.pricing import round_half_up
 from controlplane import schedules
 from tests.conftest import NOW, run_in_threads
 from tests.support.billing import (
@@ -39,6 +42,7 @@ from tests.support.billing import (
     price_and_list,
     price_and_sum,
 )
+from tests.support.period_totals import check_period_totals
 from tests.support.search import budget
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
@@ -67,6 +71,29 @@ def three_months(db: None) -> None:
                 str(began.replace(tzinfo=None)), timedelta(days=chance.randrange(1, 20)), chance.randrange(10**11), agent=agent
             )
             create_token_usage(str(began.replace(tzinfo=None)), f"0.{chance.randrange(10**9):09}", agent=agent)
+
+
+@pytest.mark.usefixtures("three_months")
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"account": "team"}, {"account": "house"}, {"agents": ["did:plc:a1", "did:plc:a2"]}, {"provider": "docker"}],
+    ids=str,
+)
+def test_a_forecast_is_the_pace_of_the_days_of_the_cost_report(filters: dict[str, Any]) -> None:
+    create_rate("plan", "7", provider="docker")
+    costs.price_usage(now=NOW)
+    CostRecord.objects.filter(day=date(2026, 11, 3)).delete()  # a day with time and without costs
+    period_totals.update_totals([date(2026, 11, 3)])
+    for today, last in [(date(2026, 10, 2), 7), (date(2026, 11, 10), 7), (date(2026, 11, 5), 2), (date(2026, 11, 28), 60)]:
+        begin, first = today.replace(day=1), today - last * DAY
+        recent = totals.sum_costs("day", since=first, until=today, **filters)
+        days = (today - date.fromisoformat(recent[0].key)).days if recent else 0
+        plans = totals.sum_costs("day", since=first, until=today, item="plan", **filters)
+        usd = sum((each.usd for each in recent), USD(0)) - sum((each.usd for each in plans), USD(0))
+        spent = totals.sum_costs("day", since=begin, until=start_of_next_month(begin), **filters)
+        result = forecast(now=datetime.combine(today, time(9), UTC), last=last, **filters)
+        assert (result.spent, result.days) == (sum((each.usd for each in spent), USD(0)), days)
+        assert result.a_day == (round_half_up(Fraction(usd) / days) if days else None)
 
 
 @pytest.mark.usefixtures("three_months")
@@ -179,7 +206,7 @@ def test_costs_match_an_independent_computation(
     moved: list[tuple[int, str, str]],
 ) -> None:  # fmt: skip
     Membership.objects.all().delete()
-    CostRecord.objects.all().delete()
+    costs.reset_costs()
     UsageRecord.objects.all().delete()
     Rate.objects.filter(provider="acme").delete()
     begin = parse_utc("2026-10-10")
@@ -207,6 +234,7 @@ def test_costs_match_an_independent_computation(
         expected_time: dict[str, timedelta] = defaultdict(timedelta)
         for row in UsageRecord.objects.filter(day__gte=first or date.min):
             expected_time[find_account(moves, row.agent_did, row.day)] += row.ended_at - row.began_at
+        check_period_totals()
         assert totals.sum_sandbox_time("account", since=first) == expected_time
         for account in ("house", "team", "lab"):
             filters, time_of_account = {"account": account, "since": first}, expected_time.get(account, timedelta(0))

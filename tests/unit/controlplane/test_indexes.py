@@ -1,7 +1,36 @@
-"""Indexes of all tables."""
+"""Indexes of all tables: none repeats another, and those of two purposes serve both on each database."""
 
+from typing import Any
+
+import pytest
 from django.apps import apps
-from django.db.models import Index, Model, UniqueConstraint
+from django.db import connection
+from django.db.models import CharField, Index, Model, UniqueConstraint
+
+from billing.models import CostRecord, UsageRecord
+from leases.models import Lease
+from sandboxes.db.prefix_index import PrefixIndex
+from sandboxes.models import EgressConnection, Event, LlmCall, Sandbox
+
+PATTERN = "varchar_pattern_ops"
+SEARCHED: list[tuple[type[Model], str, str]] = [
+    (CostRecord, "agent_did", "cost_agent_prefix"),
+    (CostRecord, "environment_id", "cost_environment_prefix"),
+    (UsageRecord, "agent_did", "usage_agent_prefix"),
+    (UsageRecord, "environment_id", "usage_environment_prefix"),
+    (Lease, "agent_did", "lease_agent_prefix"),
+    (Lease, "environment_id", "lease_environment_prefix"),
+    (LlmCall, "agent_did", "llmcall_agent_prefix"),
+    (LlmCall, "environment_id", "llmcall_environment_prefix"),
+    (EgressConnection, "agent_did", "egressconn_agent_prefix"),
+    (EgressConnection, "environment_id", "egressconn_environment_prefix"),
+    (EgressConnection, "domain", "egressconn_domain_prefix"),
+    (Sandbox, "environment_id", "sandbox_environment_prefix"),
+]
+SEARCHED_BY_PREFIX_ONLY: list[tuple[type[Model], str, str]] = [
+    (LlmCall, "model", "llmcall_model_prefix"),
+    (Event, "key", "event_key_prefix"),
+]
 
 
 def test_no_index_repeats_the_first_columns_of_another() -> None:
@@ -11,18 +40,64 @@ def test_no_index_repeats_the_first_columns_of_another() -> None:
 
 
 def find_redundant_indexes(model: type[Model]) -> list[str]:
+    """Return the indexes of all rows that another replaces. One without the operator class replaces none that has it."""
     complete = [
         each
         for each in [*model._meta.indexes, *model._meta.constraints]
         if isinstance(each, Index | UniqueConstraint) and each.condition is None
     ]
     columns = {each.name: list(each.fields) or [getattr(each.expressions[0], "name", "")] for each in complete}
-    narrow = {
-        field.name: [field.name] for field in model._meta.local_concrete_fields if field.db_index and not field.unique
-    } | {each.name: list(each.fields) for each in complete if isinstance(each, Index)}
+    indexed = [field for field in model._meta.local_concrete_fields if field.db_index and not field.unique]
+    narrow = {field.name: [field.name] for field in indexed} | {
+        each.name: list(each.fields) for each in complete if isinstance(each, Index)
+    }
+    for_prefixes = {each.name for each in complete if PATTERN in getattr(each, "opclasses", ())}
+    of_text = {field.name: [field.name] for field in indexed if isinstance(field, CharField)}  # Django adds one for prefixes
     return [
         f"{model._meta.label}: {name} by {other}"
         for name, first in narrow.items()
-        for other, wider in columns.items()
-        if other != name and wider[: len(first)] == first
+        for other, wider in (columns | of_text).items()
+        if other != name and wider[: len(first)] == first and (name not in for_prefixes or other in {*for_prefixes, *of_text})
     ]
+
+
+def explain_by_index(model: type[Model], /, **filters: Any) -> str:
+    """Return the plan of a search. PostgreSQL reads a small table without an index if it may."""
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute("SET LOCAL enable_seqscan = off")
+    return str(model._base_manager.filter(**filters).values("pk").explain())
+
+
+@pytest.mark.django_db
+@pytest.mark.postgres("plans")
+@pytest.mark.parametrize(("model", "column", "index"), SEARCHED)
+def test_an_index_for_prefixes_also_finds_equal_values(model: type[Model], column: str, index: str) -> None:
+    assert index in explain_by_index(model, **{column: "game"})
+
+
+@pytest.mark.django_db
+@pytest.mark.postgres("plans")
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="SQLite uses no index for Django's LIKE")
+@pytest.mark.parametrize(("model", "column", "index"), [*SEARCHED, *SEARCHED_BY_PREFIX_ONLY])
+def test_an_index_finds_a_prefix_on_postgresql(model: type[Model], column: str, index: str) -> None:
+    plan = explain_by_index(model, **{f"{column}__startswith": "game"})
+    assert index in plan and "~>=~" in plan, plan
+
+
+@pytest.mark.django_db
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="on PostgreSQL these indexes have all rows")
+@pytest.mark.parametrize(("model", "column", "index"), SEARCHED_BY_PREFIX_ONLY)
+def test_an_index_for_prefixes_alone_is_empty_on_sqlite(model: type[Model], column: str, index: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT sql FROM sqlite_master WHERE name = %s", [index])
+        assert cursor.fetchone()[0].endswith('WHERE "id" IS NULL')
+    assert index not in explain_by_index(model, **{column: "game"})
+
+
+def test_an_index_for_prefixes_alone_is_its_copy() -> None:
+    index = PrefixIndex(fields=["key"], name="event_key_prefix")
+    assert index.clone() == index
+    assert index.deconstruct() == (
+        "sandboxes.db.prefix_index.PrefixIndex", (), {"fields": ["key"], "name": "event_key_prefix"}
+    )  # fmt: skip

@@ -1,9 +1,7 @@
 """Plans of the queries of the sweeps on an installation with a long history: none reads the whole of a growing table."""
 
-import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from django.db import connection
@@ -17,6 +15,7 @@ from sandboxes.models import DataEvent, Delivery, LlmCall, Pool, Process, Snapsh
 from tests.bench.history import HELD, LEASE_ID, RUNS_PER_LEASE, SANDBOX_ID, insert, insert_history
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import run
+from tests.support.plans import find_growing_tables, list_full_reads
 
 pytestmark = [
     pytest.mark.django_db,
@@ -25,7 +24,6 @@ pytestmark = [
 ]
 RUNS = 30_000
 DAY = timedelta(days=1)
-MIN_ROWS = 2_000  # of a growing table: the planner reads a small one completely, also with an index
 GROWING = {
     "billing_usagerecord", "leases_lease", "leases_leaseevent", "leases_queuedrun", "leases_turn", "sandboxes_dataevent",
     "sandboxes_delivery", "sandboxes_event", "sandboxes_llmcall", "sandboxes_process", "sandboxes_reading", "sandboxes_run",
@@ -33,7 +31,6 @@ GROWING = {
 }  # fmt: skip
 # `heartbeat` makes no query; `retention` deletes a part of the history, in batches of a share that only a test has.
 EXCLUDED = {"heartbeat", "retention"}
-EXPLAINED = ("SELECT", "UPDATE", "DELETE", "WITH", "INSERT")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,52 +75,12 @@ def insert_side_rows(pool: Pool) -> None:
     insert(Delivery, leases, delivery, webhook_id=webhook.pk)
 
 
-def find_growing_tables() -> set[str]:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT relname FROM pg_class WHERE relkind = 'r' AND reltuples >= %s", [MIN_ROWS])
-        return {name for (name,) in cursor.fetchall()}
-
-
-def find_partial_indexes() -> set[str]:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT indexrelid::regclass::text FROM pg_index WHERE indpred IS NOT NULL")
-        return {name for (name,) in cursor.fetchall()}
-
-
-def iterate_nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield plan
-    for inner in plan.get("Plans", []):
-        yield from iterate_nodes(inner)
-
-
-def find_full_reads(statement: str, growing: set[str], partial: set[str]) -> list[str]:
-    """Return the growing tables that a statement reads completely: row by row, or by an index of all rows and a filter."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"EXPLAIN (FORMAT JSON) {statement}".replace("%", "%%"), [])
-        [[content]] = cursor.fetchall()
-    [explained] = content if isinstance(content, list) else json.loads(content)
-    found = []
-    for node in iterate_nodes(explained["Plan"]):
-        table, index = node.get("Relation Name"), node.get("Index Name")
-        if table not in growing:
-            continue
-        if node["Node Type"] == "Seq Scan" or (
-            index and "Filter" in node and "Index Cond" not in node and index not in partial
-        ):
-            found.append(f"{node['Node Type']} {table} {index or ''}: {node.get('Filter', '')}")
-    return found
-
-
 def find_full_reads_of(sweep: str) -> list[str]:
     """Run a sweep, and return the full reads of growing tables by its statements."""
-    growing, partial = find_growing_tables(), find_partial_indexes()
-    assert growing >= GROWING
+    assert find_growing_tables() >= GROWING
     with CaptureQueriesContext(connection) as captured:
         SCHEDULE[sweep].sweep(now=NOW + 2 * MINUTE)
-    statements = {query["sql"] for query in captured if query["sql"].lstrip("( ").upper().startswith(EXPLAINED)}
-    assert statements
-    reads = [(read, statement[:1000]) for statement in statements for read in find_full_reads(statement, growing, partial)]
-    return [f"{sweep}: {read[:200]} in {statement}" for read, statement in reads]
+    return [f"{sweep}: {read}" for read in list_full_reads(captured)]
 
 
 def test_no_sweep_reads_a_growing_table_completely(history: Lease) -> None:

@@ -7,7 +7,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('billing', '0014_statementline_defaults'),
+        ('billing', '0017_period_totals'),
     ]
 
     operations = [

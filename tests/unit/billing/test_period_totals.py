@@ -1,0 +1,112 @@
+"""Totals by day and month: derived with the costs, read in their place, and derived anew after a pass without totals."""
+
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from billing import costs, period_totals, totals
+from billing.models import CostRecord, PeriodTotal, UsageRecord, Watermark
+from tests.conftest import NOW, run_in_threads
+from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, join_account, price
+from tests.support.period_totals import check_period_totals
+
+pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: totals are computed in the database")]
+GROUPS = ("agent", "provider", "account", "item", "day")
+
+
+@pytest.fixture(autouse=True)
+def usage(db: None) -> None:
+    create_rate("time", "1", provider="acme")
+    join_account("team", "2026-10-15", ADA)
+    for day in ("2026-09-30", "2026-10-14", "2026-10-15", "2026-11-02"):
+        for agent in (ADA, BOB):
+            create_time_usage(f"{day}T05:00", 2 * HOUR, agent, provider="acme")
+        create_token_usage(f"{day}T06:00", "0.123456789", agent=ADA)
+
+
+def list_read_tables(by: str) -> set[str]:
+    with CaptureQueriesContext(connection) as captured:
+        totals.sum_costs(by)
+    tables = {model: model._meta.db_table for model in (CostRecord, UsageRecord, PeriodTotal)}
+    return {model.__name__ for model, table in tables.items() if any(f'FROM "{table}"' in query["sql"] for query in captured)}
+
+
+def test_a_report_reads_totals_and_no_records_except_by_lease_and_environment() -> None:
+    assert list_read_tables("agent") == {"CostRecord", "UsageRecord"}, "before the first pricing pass"
+    price()
+    assert [list_read_tables(by) for by in GROUPS] == [{"PeriodTotal"}] * len(GROUPS)
+    assert list_read_tables("lease") == list_read_tables("environment") == {"CostRecord", "UsageRecord"}
+    check_period_totals()
+
+
+def test_totals_follow_changed_and_deleted_usage() -> None:
+    price()
+    create_time_usage("2026-10-14T12:00", HOUR, "did:plc:new", provider="acme")
+    price()
+    assert sum_time() == {ADA: 8 * HOUR, BOB: 8 * HOUR, "did:plc:new": HOUR}
+    UsageRecord.objects.filter(agent_did__in=[BOB, "did:plc:new"]).delete()
+    price()
+    assert sum_time() == {ADA: 8 * HOUR}
+    assert {each.key for each in totals.sum_costs("account")} == {"house", "team"}
+    check_period_totals()
+
+
+def test_costs_that_are_derived_again_have_the_same_totals() -> None:
+    price()
+    before = list_totals()
+    costs.reset_costs()
+    assert PeriodTotal.are_valid() and not PeriodTotal.objects.exists()
+    price()
+    assert list_totals() == before
+
+
+def test_a_pass_of_the_version_before_has_all_totals_derived_anew() -> None:
+    price()
+    Watermark.hold("costs", NOW + HOUR)  # it writes no totals
+    CostRecord.objects.filter(day__lt="2026-10-15").delete()
+    UsageRecord.objects.filter(day__lt="2026-10-15").delete()
+    assert list_read_tables("agent") == {"CostRecord", "UsageRecord"}
+    costs.price_usage(now=NOW + 2 * HOUR)
+    assert list_read_tables("agent") == {"PeriodTotal"}
+    assert {each.key for each in totals.sum_costs("day")} == {"2026-10-15", "2026-11-02"}
+    check_period_totals()
+
+
+def test_totals_of_an_installation_without_them_are_derived_by_the_next_pass() -> None:
+    price()
+    before = list_totals()
+    PeriodTotal.objects.all().delete()
+    Watermark.objects.filter(name="totals").delete()
+    costs.price_usage(now=NOW + timedelta(minutes=1))
+    assert list_totals() == before
+
+
+@pytest.mark.django_db(transaction=True)
+def test_concurrent_passes_and_derivations_write_the_same_as_one() -> None:
+    def act(index: int) -> None:
+        if index < 2:
+            price()
+        elif index == 2:
+            period_totals.derive_missing_totals()
+        else:
+            create_time_usage("2026-10-14T18:00", HOUR, BOB, provider="acme", source="while pricing")
+
+    with run_in_threads(4) as run:
+        assert run(act) == [None] * 4
+    price()
+    together = list_totals()
+    check_period_totals()
+    costs.reset_costs()
+    price()
+    assert list_totals() == together
+
+
+def sum_time() -> dict[str, timedelta | None]:
+    return {each.key: each.sandbox_time for each in totals.sum_costs("agent")}
+
+
+def list_totals() -> list[tuple[object, ...]]:
+    columns = ("period", "day", "account", "provider", "item", "agent_did")
+    return [*PeriodTotal.objects.order_by(*columns).values_list(*columns, *period_totals.AMOUNTS)]

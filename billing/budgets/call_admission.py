@@ -11,7 +11,7 @@ from uuid import UUID
 from django.db.models import DecimalField, IntegerField, Q, QuerySet, Value
 from django.db.models.functions import Coalesce, TruncDate
 
-from billing.budgets.disclosure import restrict_refusal
+from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.refusal import Shortage, build_refusal
 from billing.budgets.scopes import build_tab_filter, build_usage_filters
@@ -22,9 +22,10 @@ from billing.models.budgets import Period, Unit
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import round_half_up
 from sandboxes.db import sql
+from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.egress.amounts import MAX_USD
 from sandboxes.egress.refusals import CallRefused
-from sandboxes.egress.spending import CallReservation, build_not_priced_refusal, format_amount
+from sandboxes.egress.spending import NO_LIMIT, CallReservation, Funds, build_not_priced_refusal, format_amount
 from sandboxes.models import LlmCall
 
 ANY_HARD_USD_SQL = "active AND hard AND unit = 'usd'"
@@ -46,20 +47,20 @@ def sum_calls_before(budget: Budget, began: datetime, day: date) -> Decimal:
     return sum((_sum_metered(part & earlier) for part in build_usage_filters(budget, began)), Decimal(0))
 
 
-def check_call(call: CallReservation, now: datetime) -> bool:
-    """Check a model call against the hard USD budgets of its lease. Return whether there is one. Raise CallRefused.
+def check_call(call: CallReservation, now: datetime) -> Funds:
+    """Check a model call against the hard USD budgets of its lease. Return what remains of them. Raise CallRefused.
 
     The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation. Without a hard
     USD budget the check is one lookup."""
     if sql.find_first(Budget, ANY_HARD_USD_SQL) is None:
-        return False
+        return NO_LIMIT
     tab = sql.find_first(Tab, "holder = %s", call.holder)
     if tab is None:
-        return False
+        return NO_LIMIT
     hard = Budget.objects.filter(build_tab_filter(tab, now=now), active=True, hard=True, unit=Unit.USD)
     hard_budgets = [*hard.select_for_update(no_key=True, of=("self",)).order_by("pk")]
     if not hard_budgets:
-        return False
+        return NO_LIMIT
     if call.usd is None:
         raise build_not_priced_refusal(call.model)
     spent = {budget: sum_spent_now(budget, now=now) for budget in hard_budgets}
@@ -70,12 +71,22 @@ def check_call(call: CallReservation, now: datetime) -> bool:
     }
     if shortages:
         raise _to_call_refusal(build_refusal(shortages, now=now), call.agent_did)
-    return True
+    known = [
+        budget.amount - spent[budget] - budget.reserved - call.usd
+        for budget in hard_budgets
+        if _get_disclosure(budget.scope, budget.subject, call.agent_did) == Disclosure.SPENDING
+    ]
+    return Funds(has_limit=True, remaining=min(known, default=None))
+
+
+def _get_disclosure(scope: str, subject: str, agent_did: str) -> Disclosure:
+    return get_disclosure(scope, subject, operator=False, dids=[agent_did], key_id="")
 
 
 def _to_call_refusal(error: BudgetExhausted, agent_did: str) -> CallRefused:
     restricted = restrict_refusal(error, operator=False, dids=[agent_did], key_id="")
-    return CallRefused(402, "budget_exhausted", str(restricted))
+    resets_at = format_optional_timestamp(restricted.extra["resets_at"])
+    return CallRefused(402, "budget_exhausted", str(restricted), **restricted.extra | {"resets_at": resets_at})
 
 
 def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:

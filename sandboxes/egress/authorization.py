@@ -19,7 +19,7 @@ from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate
 from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.request_filter import is_allowed
 from sandboxes.egress.settlement import RELAY_HEARTBEAT_TIMEOUT, describe_server
-from sandboxes.egress.spending import CallReservation
+from sandboxes.egress.spending import NO_LIMIT, CallReservation, Funds
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, GONE_STATES, LlmCall, Policy, Sandbox
 
@@ -49,7 +49,7 @@ class CallerIdentity:
     billing_account: str  # that the agent belongs to at the time of the call
     calls_last_minute: int
     calls_in_flight: int
-    has_usd_limit: bool = False  # a spend limit or a hard budget in USD applies to the call
+    funds: Funds = NO_LIMIT  # of the limits in USD that apply to the call
 
     def metadata(self, call_id: str) -> str:
         """Return the identity of a call as JSON, for the upstream's log. `attempt` is the retry number of the run."""
@@ -118,7 +118,7 @@ def open_model_call(
         row.deadline_at = now + settings.LLM_TIMEOUT + SETTLE_GRACE_PERIOD
         return row
 
-    def check(caller: CallerIdentity, policy: Policy) -> bool:
+    def check(caller: CallerIdentity, policy: Policy) -> Funds:
         require_enabled(caller)
         if size > policy.largest_body_kib << 10:
             raise build_too_large_refusal(policy.largest_body_kib)
@@ -162,22 +162,22 @@ def open_relay_call(slot: int, call_id: str, path: str, *, now: datetime) -> tup
         row.deadline_at = now + RELAY_HEARTBEAT_TIMEOUT
         return row
 
-    def check(caller: CallerIdentity, policy: Policy) -> bool:
+    def check(caller: CallerIdentity, policy: Policy) -> Funds:
         if not settings.RELAY_URL:
             raise CallRefused(404, "no_relay", "No relay is configured.")
         if not policy.relay:
             raise CallRefused(403, "relay_not_allowed", "The policy of this sandbox does not allow the relay.")
         _check_call_rate(caller, policy)
-        return False
+        return NO_LIMIT
 
     return _admit_call(slot, build, check, now=now)
 
 
 def _admit_call(
-    slot: int, build: Callable[[CallerIdentity], LlmCall], check: Callable[[CallerIdentity, Policy], bool], *, now: datetime
+    slot: int, build: Callable[[CallerIdentity], LlmCall], check: Callable[[CallerIdentity, Policy], Funds], *, now: datetime
 ) -> tuple[LlmCall, CallerIdentity]:
-    """Write the row of an admitted or refused call. `build` makes the row. `check` raises CallRefused, and returns whether a
-    limit in USD applies.
+    """Write the row of an admitted or refused call. `build` makes the row. `check` raises CallRefused, and returns the
+    rest of the limits in USD.
 
     The lock on the sandbox's row serializes the calls of the sandbox, so that concurrent requests cannot exceed the limit on
     calls in flight."""
@@ -186,13 +186,13 @@ def _admit_call(
         caller = identify_caller(slot, now=now)
         row = build(caller)
         try:
-            has_usd_limit = check(caller, caller.sandbox.rules)
+            funds = check(caller, caller.sandbox.rules)
         except CallRefused as error:
             _record_refusal(row, error)
             refusal = error
         else:
             sql.insert(row)
-            return row, replace(caller, has_usd_limit=has_usd_limit)
+            return row, replace(caller, funds=funds)
     raise refusal  # after the commit, because an exception inside would roll the refusal's row back
 
 

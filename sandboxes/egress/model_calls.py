@@ -19,8 +19,9 @@ from sandboxes.egress.call_tracking import ANSWER_ERROR_CODE, STREAM_ERROR_CODE,
 from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate, estimate_request
 from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.request_filter import DroppedFields, InvalidRequest, SanitizedRequest, filter_betas, sanitize_request
-from sandboxes.egress.responses import ClientDisconnected, await_write, build_error_response
+from sandboxes.egress.responses import REMAINING_HEADER, ClientDisconnected, await_write, build_error_response
 from sandboxes.egress.settlement import CallResult
+from sandboxes.egress.spending import format_amount
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.egress.upstream_answers import (
     DECODED_ENCODINGS,
@@ -185,6 +186,8 @@ class ModelCallProxy:
         if has_secret(content_type.encode()):
             content_type = "application/json"
         response = web.StreamResponse(headers=select_headers(upstream) | {"Content-Type": content_type})
+        if caller.funds.remaining is not None:
+            response.headers[REMAINING_HEADER] = format_amount(caller.funds.remaining)
         if not reader.streamed and upstream.content_length is not None and "Content-Encoding" not in upstream.headers:
             response.content_length = upstream.content_length
         result.usage = reader.usage
@@ -211,7 +214,7 @@ class ModelCallProxy:
         rest = reader.feed(redactor.end()) + reader.end()
         result.received_bytes += len(rest)
         _set_outcome(result, reader, is_end=True)  # a later disconnect of the sandbox does not change the outcome
-        if caller.has_usd_limit:
+        if caller.funds.has_limit:
             await self.calls.database.run(settlement.settle_call, row, result, now=self.calls.now())
         await _write(request, response, withheld + rest)
         await await_write(response.write_eof())

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from sandboxes.egress.request_filter import build_error_body
 
+REMAINING_HEADER = "X-Leasehold-Remaining-USD"  # of a model answer: the rest of the limits, after this call's estimate
 # Headers between nginx and the egress server.
 SLOT_HEADER, CALL_ID_HEADER, CODE_HEADER = "X-Leasehold-Slot", "X-Request-Id", "X-Leasehold-Code"
 
@@ -23,10 +24,13 @@ async def await_write(write: Awaitable[Any]) -> None:
         raise ClientDisconnected from None
 
 
-def build_error_response(status: int, code: str, message: str) -> web.Response:
-    """Build an error response in the format of the OpenAI and Anthropic SDKs. 429 and 503 carry Retry-After: 1 (second)."""
+def build_error_response(status: int, code: str, message: str, **details: Any) -> web.Response:
+    """Build an error response in the format of the OpenAI and Anthropic SDKs. 429 and 503 carry Retry-After: 1 (second).
+
+    402 carries `x-should-retry: false`, which these SDKs obey. `details` are further fields of the error."""
     headers = {CODE_HEADER: code} | ({"Retry-After": "1"} if status in (429, 503) else {})
-    return web.json_response(build_error_body(code, message), status=status, headers=headers)
+    headers |= {"x-should-retry": "false"} if status == 402 else {}
+    return web.json_response(build_error_body(code, message, **details), status=status, headers=headers)
 
 
 def read_bearer(request: web.BaseRequest) -> str:

@@ -179,7 +179,7 @@ class EgressServer:
             try:
                 return await handle(request, await self._find_slot(request), call_id)
             except CallRefused as refusal:
-                return build_error_response(refusal.status, refusal.code, refusal.message)
+                return build_error_response(refusal.status, refusal.code, refusal.message, **refusal.details)
             except ClientDisconnected:
                 request.protocol.force_close()
                 return web.Response(status=499)  # never read: the connection is closed

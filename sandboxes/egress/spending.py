@@ -22,14 +22,23 @@ class CallReservation:
     usd: Decimal | None
 
 
-# Check of the budgets of a lease, in the admitting transaction. Return whether a budget in USD applies. Raise CallRefused.
-BudgetCheck = Callable[[CallReservation, datetime], bool]
+@dataclass(frozen=True)
+class Funds:
+    """Result of a check: whether a limit in USD applies, and what remains of the smallest limit that the agent may know."""
+
+    has_limit: bool = False
+    remaining: Decimal | None = None
+
+
+NO_LIMIT = Funds()
+# Check of the budgets of a lease, in the admitting transaction. Raise CallRefused.
+BudgetCheck = Callable[[CallReservation, datetime], Funds]
 # Cost of a lease's ended calls and the reservations of its open ones, in USD.
 LeaseSum = Callable[[UUID], Decimal]
 
 
-def _no_budgets(call: CallReservation, now: datetime) -> bool:
-    return False
+def _no_budgets(call: CallReservation, now: datetime) -> Funds:
+    return NO_LIMIT
 
 
 def _no_costs(holder: UUID) -> Decimal:
@@ -46,23 +55,28 @@ def register(check_budgets: BudgetCheck, sum_lease: LeaseSum) -> None:
     _check_budgets, _sum_lease = check_budgets, sum_lease
 
 
-def require_funds(call: CallReservation, limit: Decimal | None, *, now: datetime) -> bool:
-    """Check a call against the lease's spend limit and all budgets. Return whether any limit in USD applies.
+def require_funds(call: CallReservation, limit: Decimal | None, *, now: datetime) -> Funds:
+    """Check a call against the lease's spend limit and all budgets. Return what remains after its reservation.
 
-    Raise CallRefused. Call it in the transaction that writes the call's row, with the sandbox's row locked."""
+    Raise CallRefused. Call it in the transaction that writes the call's row, with the sandbox's row locked. A call that is
+    free of charge passes."""
     if call.usd == 0:
-        return False  # free of charge
-    if limit is not None:
-        _check_spend_limit(call, limit)
-    return _check_budgets(call, now) or limit is not None
+        return NO_LIMIT
+    remaining = [] if limit is None else [_check_spend_limit(call, limit)]
+    budgets = _check_budgets(call, now)
+    remaining += [] if budgets.remaining is None else [budgets.remaining]
+    return Funds(budgets.has_limit or limit is not None, min(remaining, default=None))
 
 
-def _check_spend_limit(call: CallReservation, limit: Decimal) -> None:
+def _check_spend_limit(call: CallReservation, limit: Decimal) -> Decimal:
+    """Return what remains of the limit. Raise CallRefused."""
     if call.usd is None:
         raise build_not_priced_refusal(call.model)
     spent = _sum_lease(call.holder)
     if spent >= limit or spent + call.usd > limit:
-        raise CallRefused(402, "spend_limit_reached", _describe_spend_limit(call.usd, spent, limit))
+        amounts = {"limit_usd": format_amount(limit), "spent_usd": format_amount(spent), "call_usd": format_amount(call.usd)}
+        raise CallRefused(402, "spend_limit_reached", _describe_spend_limit(call.usd, spent, limit), **amounts)
+    return limit - spent - call.usd
 
 
 def _describe_spend_limit(usd: Decimal, spent: Decimal, limit: Decimal) -> str:

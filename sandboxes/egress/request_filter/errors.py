@@ -7,9 +7,9 @@ URLS_NOT_FETCHED = "urls_not_fetched"  # URLs, and ids of files and other object
 TOOL_NOT_ALLOWED = "tool_not_allowed"
 
 
-def build_error_body(code: str, message: str) -> dict[str, Any]:
-    """Build an error body that both the OpenAI and the Anthropic SDK understand."""
-    return {"type": "error", "error": {"type": code, "code": code, "message": message, "param": None}}
+def build_error_body(code: str, message: str, **details: Any) -> dict[str, Any]:
+    """Build an error body that both the OpenAI and the Anthropic SDK understand. `details` are further fields of the error."""
+    return {"type": "error", "error": {"type": code, "code": code, "message": message, "param": None, **details}}
 
 
 class InvalidRequest(Exception):

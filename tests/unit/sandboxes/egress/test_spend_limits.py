@@ -5,9 +5,10 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from decimal import Decimal
+from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
@@ -15,6 +16,7 @@ from aiohttp import web
 from billing import budgets
 from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import MINUTE, NOW
+from tests.support.billing import create_budget
 from tests.support.model_calls import wait_until_closed
 from tests.support.model_rates import create_rates
 from tests.support.servers import egress
@@ -89,7 +91,7 @@ def test_limit_holds(limited: Sandbox, upstream: FakeUpstream, socket_path: Path
     for _ in range(5):
         body = {**REQUEST, **fields}
         body = {name: value for name, value in body.items() if path == CHAT_PATH or name in ("model", "input")}
-        statuses.append(call(socket_path, body, path))
+        statuses.append(send(socket_path, body, path).status)
         wait_until_closed()
     answered = len(upstream.requests)
     spent = budgets.sum_lease_calls(limited.holder or limited.pk)
@@ -101,15 +103,23 @@ def test_limit_holds(limited: Sandbox, upstream: FakeUpstream, socket_path: Path
     )
 
 
-def call(socket_path: Path, body: Any, path: str) -> int:
-    """Send a request and read its answer, also an incomplete one. Return the status."""
+class Reply(NamedTuple):
+    """Status, headers and JSON document of an answer. The document of an incomplete answer or a stream is None."""
+
+    status: int
+    headers: Message
+    document: Any
+
+
+def send(socket_path: Path, body: Any, path: str = CHAT_PATH) -> Reply:
+    """Send a request and read its answer, also an incomplete one."""
     connection = connect(socket_path)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        with suppress(HTTPException, OSError):
-            answer.read()
-        return answer.status
+        answer, document = connection.getresponse(), None
+        with suppress(HTTPException, OSError, ValueError):
+            document = json.loads(answer.read())
+        return Reply(answer.status, answer.headers, document)
     finally:
         connection.close()
 
@@ -153,3 +163,24 @@ def test_unreachable_upstream_is_free(limited: Sandbox, settings: Any, socket_pa
     assert egress.post(socket_path, REQUEST)[0] == 502
     wait_until_closed()
     assert LlmCall.objects.values_list("outcome", "cost", "priced").get() == ("failed", 0, "free")
+
+
+def test_answers_state_the_rest_of_the_limit(limited: Sandbox, upstream: FakeUpstream, socket_path: Path) -> None:
+    """The header counts this call with its estimate. The refusal is an error that SDKs do not retry, with its figures."""
+    create_budget("0.02", "usd", scope="agent", subject=limited.agent_did)
+    upstream.answer = answer_with(DOCUMENT | {"usage": USAGE})
+    estimate = Decimal(0)
+    for rest in (Decimal("0.02"), Decimal("0.01")):
+        headers = send(socket_path, REQUEST).headers
+        estimate = LlmCall.objects.latest("pk").reserved or estimate
+        assert Decimal(headers["X-Leasehold-Remaining-USD"]) == rest - estimate
+        wait_until_closed()
+    refused = send(socket_path, REQUEST)
+    error = refused.document["error"]
+    assert (refused.status, refused.headers["x-should-retry"], error["code"]) == (402, "false", "budget_exhausted")
+    assert (error["spent"], error["limit"], error["unit"], error["resets_at"]) == (
+        "0.02",
+        "0.02",
+        "usd",
+        "2026-11-22T00:00:00Z",
+    )

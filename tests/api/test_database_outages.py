@@ -18,7 +18,7 @@ from sandboxes.providers.memory.programs import ProgramCall, ProgramResult
 from sandboxes.runs import operations
 from tests.api.conftest import ApiClient
 from tests.conftest import MINUTE
-from tests.support.outages import OUTAGES, Outage, injected, list_steps
+from tests.support.outages import Outage, Weather, any_outage, injected
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -83,11 +83,11 @@ def survive(service: Service, act: Callable[[Service, str], Any], outage: Outage
     return act(service, key)
 
 
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
-def test_exec_at_any_step(service: Service, failover: Callable[..., Any], loses_answer: bool, lasts: int | None) -> None:
+@any_outage
+def test_exec_at_any_step(service: Service, failover: Callable[..., Any], weather: Weather) -> None:
     exec_counted(service, "first")
-    for step in list_steps(loses_answer, lasts):
-        response = survive(service, exec_counted, Outage(step, loses_answer=loses_answer, lasts=lasts), str(step))
+    for step in weather.list_steps():
+        response = survive(service, exec_counted, weather.begin(step), str(step))
         if response is None:
             break
         body = response.json()

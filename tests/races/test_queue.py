@@ -30,7 +30,7 @@ from sandboxes.providers.memory.programs import ProgramCall, ProgramResult
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.leases import update_pool
-from tests.support.outages import OUTAGES, Outage, injected, list_steps
+from tests.support.outages import Weather, any_outage, injected
 from tests.support.suites import without_vendors
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("queue: SKIP LOCKED and hand-written SQL")]
@@ -827,9 +827,9 @@ def test_rejected_start_of_a_new_sandbox_is_tried_again(pool: Pool, memory: Memo
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(("loses_answer", "lasts"), OUTAGES)
+@any_outage
 def test_outage_at_any_step_of_a_run(
-    lease: Lease, pool: Pool, memory: MemoryProvider, failover: Callable[..., Any], loses_answer: bool, lasts: int | None
+    lease: Lease, pool: Pool, memory: MemoryProvider, failover: Callable[..., Any], weather: Weather
 ) -> None:
     executions = Counter[str]()
 
@@ -838,9 +838,9 @@ def test_outage_at_any_step_of_a_run(
         return ProgramResult(3, b"")
 
     memory.programs["count"] = execute
-    for step in list_steps(loses_answer, lasts):
+    for step in weather.list_steps():
         row = enqueue(pool, lease, argv=["count", str(step)])
-        with injected(Outage(step, loses_answer=loses_answer, lasts=lasts)) as outage:
+        with injected(weather.begin(step)) as outage:
             with suppress(OperationalError, RetriesExhausted):
                 work()
             if not outage.has_begun:

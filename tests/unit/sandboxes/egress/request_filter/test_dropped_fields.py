@@ -11,9 +11,7 @@ from sandboxes.egress.server import EgressServer
 from sandboxes.models import Sandbox
 from tests.conftest import NOW
 from tests.support.servers.egress import COMPLETION_REQUEST, EventLoopThread, FakeUpstream, run_server
-from tests.unit.sandboxes.egress.test_egress_server import lease, loop, post, sandbox, short_paths, socket_path, upstream
-
-__all__ = ["lease", "loop", "sandbox", "short_paths", "socket_path", "upstream"]
+from tests.unit.sandboxes.egress.test_egress_server import post
 
 
 @pytest.mark.django_db(transaction=True)

@@ -30,8 +30,8 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
     )
     if budget.unit == Unit.USD:
         sentences.append(
-            f"Model calls are not reserved: calls within {format_duration(delay)} and calls in progress add to the overshoot. "
-            f"CPU and memory priced by measured use are read every {format_duration(READING_INTERVAL)}, so up to that much of "
+            "Model calls are reserved at their estimated price: the errors of the estimates of calls in progress add to the "
+            f"overshoot. CPU and memory priced by measured use are read every {format_duration(READING_INTERVAL)}, so up to that much of "
             "their cost is added."
         )
     room = _count_lease_headroom(budget, now)

@@ -22,7 +22,7 @@ A sweep computes each budget's spending from usage and costs (`update_spending`)
     ended       sandboxes of leases that ended since the last metering: no longer reserved, and not spent yet
     starts      sandboxes started at the same instant, each of which found room for itself
     storing     time of each sandbox that waits until the state of others is stored
-    calls       model calls, which have no maximum price, until the end of the grace period, and those then in flight
+    calls       errors of the estimates of the model calls in flight (billing.budgets.call_admission)
     measured    CPU and memory priced by use are read every 5 minutes, and may be counted that much later
 
 An account's budget counts the usage billed to the account. If an agent moves, its earlier usage counts for the old account

@@ -29,6 +29,7 @@ PARTS: dict[str, dict[str, str]] = {
     "egress": {"LEASEHOLD_LLM_MODEL": "gpt", "LEASEHOLD_LLM_RECORDS": "", "LEASEHOLD_RELAY_URL": ""},
     "state": {"LEASEHOLD_DATA_MOST_MIB": "1024"},
     "billing": {},
+    "calls": {"SANDBOX_PROVIDER": "memory"},
     "growth": {"SANDBOX_PROVIDER": "memory"},
     "density": {"LEASEHOLD_WEB_THREADS": "32", "LEASEHOLD_MAX_SANDBOXES": "1000"},
 }

@@ -31,8 +31,8 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
     if budget.unit == Unit.USD:
         sentences.append(
             "Model calls are reserved at their estimated price: the errors of the estimates of calls in progress add to the "
-            f"overshoot. CPU and memory priced by measured use are read every {format_duration(READING_INTERVAL)}, so up to that much of "
-            "their cost is added."
+            f"overshoot. CPU and memory priced by measured use are read every {format_duration(READING_INTERVAL)}, so up to "
+            "that much of their cost is added."
         )
     room = _count_lease_headroom(budget, now)
     if room > count:

@@ -1,9 +1,9 @@
-"""Reservation of a hard budget: the price of its sandboxes until they can be stopped. Derived when needed, never stored.
+"""Reservation of a hard budget: the price of its sandboxes until they can be stopped. Derived when needed.
 
 The spending is known up to the last metering. A sandbox goes on until the next pass of the sweep `budgets`, then for the grace
 period, and until the pass that ends its lease. A budget is exhausted as soon as its spending and this time do not fit into its
 amount. CPU and memory priced by use are reserved at the limits of the sandbox, and monthly allowances are not applied. Model
-calls are reserved one by one (billing.budgets.call_admission)."""
+calls are reserved one by one (billing.budgets.call_admission), with the reservation of the last update in view."""
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta

@@ -91,19 +91,21 @@ def _find_changes(before: Sums, after: Sums) -> Sums:
 
 
 def _sum_records(days: Collection[date]) -> Sums:
-    """Sum the cost records and the billable time of days by agent."""
-    columns, total = ("day", "provider", "agent_did"), defaultdict[TotalKey, list[int]](lambda: [*NOTHING])
-    rows = CostRecord.objects.filter(day__in=days).order_by().values_list(*columns, "account", "item")
-    for day, provider, agent, account, item, *amounts in rows.annotate(
-        a=Count("pk"), b=sum_exact("quantity"), c=sum_exact("free"), d=sum_exact("usd")
-    ):
-        total[TotalKey(Period.AGENT_DAY, day, account, provider, item, agent)] = [*amounts, 0]
-    account_on = build_account_lookup()
-    times = build_time_filter(None, None, None, {}).filter(day__in=days).values_list(*columns)
-    for day, provider, agent, number, duration in times.annotate(a=Count("pk"), b=TOTAL_DURATION):
-        key = TotalKey(Period.AGENT_DAY, day, account_on(agent, day), provider, "", agent)
-        total[key] = [number, 0, 0, 0, duration // MICROSECOND]
-    return {key: tuple(amounts) for key, amounts in total.items()}
+    """Sum the cost records and the billable time of days by agent.
+
+    One day at a time: for a month at once PostgreSQL would read all records."""
+    account_on, total = build_account_lookup(), dict[TotalKey, tuple[int, ...]]()
+    for day in days:
+        rows = CostRecord.objects.filter(day=day).order_by().values_list("provider", "agent_did", "account", "item")
+        for provider, agent, account, item, *amounts in rows.annotate(
+            a=Count("pk"), b=sum_exact("quantity"), c=sum_exact("free"), d=sum_exact("usd")
+        ):
+            total[TotalKey(Period.AGENT_DAY, day, account, provider, item, agent)] = (*amounts, 0)
+        times = build_time_filter(None, None, None, {}).filter(day=day).values_list("provider", "agent_did")
+        for provider, agent, number, duration in times.annotate(a=Count("pk"), b=TOTAL_DURATION):
+            key = TotalKey(Period.AGENT_DAY, day, account_on(agent, day), provider, "", agent)
+            total[key] = (number, 0, 0, 0, duration // MICROSECOND)
+    return total
 
 
 def _sum_agents(sums: Sums) -> Sums:

@@ -460,7 +460,8 @@ def test_credential_quoted_by_the_upstream_is_redacted(scene: AttackScene, capfd
     assert heard == [f"Bearer {UPSTREAM_API_KEY}"] * len(rows)
     # The event of the streams is an error.
     outcomes = ["ok" if status == 200 and "event-stream" not in name else "failed" for status, name in cases]
-    expected = [(EVE, outcome, None) for outcome in outcomes for _ in range(2)]
+    costs = [None if status == 200 else 0 for status, _ in cases]  # refused and failed requests are free
+    expected = [(EVE, *each) for each in zip(outcomes, costs, strict=True) for _ in range(2)]
     assert [(row.agent_did, row.outcome, row.cost) for row in rows] == expected
     assert UPSTREAM_API_KEY not in json.dumps([*LlmCall.objects.values()], default=str) + scene.egress.log.read_text()
     assert UPSTREAM_API_KEY not in "".join(capfd.readouterr())

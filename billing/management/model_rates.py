@@ -1,4 +1,4 @@
-"""manage.py rate, for prices of models: add, list and import rates by kind of token."""
+"""manage.py rate, for prices of models: add, list and import rates by kind of token, and price calls again."""
 
 from argparse import ArgumentParser
 from collections.abc import Mapping
@@ -9,13 +9,15 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
 
+from billing import horizon
 from billing.management.options import format_table
 from billing.pricing import format_decimal
 from sandboxes.db import database_time
 from sandboxes.egress.model_pricing import find_candidate_names, load_rates
 from sandboxes.egress.prices import changes, files
+from sandboxes.egress.repricing import RepricedModel, reprice_calls
 from sandboxes.models import TokenKind, TokenRate
-from sandboxes.models.token_rates import MILLION, get_unit, save_rates
+from sandboxes.models.token_rates import MILLION, find_present, find_superseded, get_unit, save_rates
 
 PUBLIC_PRICES = "public"
 PUBLIC_PRICE_FILE = Path(files.__file__).with_name("public.toml")
@@ -42,6 +44,34 @@ def add_import_options(parser: ArgumentParser) -> None:
     parser.add_argument("--skip-invalid", action="store_true", help="apply the other prices of a file with invalid entries")
 
 
+def add_reprice_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--from", dest="valid_from", required=True, metavar="TIME", help="start of the first call")
+    parser.add_argument("--model", metavar="NAME", help="only calls of this model, or of models that match this pattern")
+    parser.add_argument("--stated", action="store_true", help="also calls whose cost the upstream or its record states")
+    parser.add_argument("--apply", action="store_true", help="change the prices; without this the totals are only shown")
+
+
+def reprice(since: datetime, options: Mapping[str, Any], *, now: datetime) -> list[str]:
+    """Price the calls since a time again with --apply. Return a table by model. Usage before the horizon is final."""
+    final = horizon.get_horizon()
+    if since < final:
+        raise CommandError(f"--from: Usage before {final:%Y-%m-%d %H:%M} UTC is final.")
+    result = reprice_calls(since, now=now, model=options["model"], stated=options["stated"], apply=options["apply"])
+    rows = [_format_repriced(name, totals) for name, totals in sorted(result.models.items())]
+    rows.append(_format_repriced("total", result.total))
+    lines = [format_table(["model", "calls", "changed", "old USD", "new USD", "difference"], rows).rstrip("\n")]
+    if kept := result.total.without_rate:
+        lines.append(f"{kept:,} calls keep their price: no rate prices their usage, or the price is out of range")
+    if result.estimates:
+        lines.append(f"{result.estimates:,} estimated calls keep their price: their usage is unknown")
+    return lines if options["apply"] else [*lines, "Nothing was changed: add --apply."]
+
+
+def _format_repriced(name: str, totals: RepricedModel) -> list[str]:
+    usd = [format_decimal(amount) for amount in (totals.old, totals.new, totals.new - totals.old)]
+    return [name, f"{totals.calls}", f"{totals.changed}", *usd]
+
+
 def build_model_rates(options: Mapping[str, Any], valid_from: datetime, parse: Any) -> list[TokenRate]:
     """Return the rates of `rate add --model`, unsaved. `parse` parses a price: option and text."""
     above = options["above_tokens"]
@@ -64,11 +94,17 @@ def build_model_rates(options: Mapping[str, Any], valid_from: datetime, parse: A
 def add_model_rates(options: Mapping[str, Any], valid_from: datetime, parse: Any) -> list[str]:
     """Save the rates of `rate add --model`. Return lines about them."""
     rates = build_model_rates(options, valid_from, parse)
+    present = find_present(rates)
     try:
         save_rates(rates)
     except ValidationError as error:
         raise CommandError(_describe_error(error)) from None
     lines = [f"added: {describe_rate(rate)}, from {valid_from:%Y-%m-%d %H:%M} UTC" for rate in rates]
+    lines += [
+        f"superseded: {describe_rate(present[rate.key])}. Calls that have a price keep it: see manage.py rate reprice"
+        for rate in rates
+        if rate.key in present
+    ]
     kinds = set(TokenRate.objects.filter(pattern=options["model"]).values_list("kind", flat=True))
     if missing := [str(kind.label) for kind in (TokenKind.INPUT, TokenKind.OUTPUT) if kind not in kinds]:
         lines.append(f"warning: {options['model']} has no price of {' and '.join(missing)}")
@@ -81,15 +117,18 @@ def describe_rate(rate: TokenRate) -> str:
 
 def format_model_rates(model: str | None) -> str:
     """Return a table of rates. `model` is a model's name: only the rates that price it now, by the rule of names."""
-    rates = TokenRate.objects.all() if model is None else load_rates(find_candidate_names(model), at=database_time.now()).rows
+    now = database_time.now()
+    rates = [*TokenRate.objects.all()] if model is None else load_rates(find_candidate_names(model), at=now).list_current()
+    superseded = set(find_superseded().values_list("pk", flat=True)) if model is None else set()
     rows = [
         [
             rate.pattern, rate.get_kind_display(), rate.tier, f">= {rate.tokens_from}" if rate.tokens_from else "",
-            format_decimal(rate.stated_usd), rate.unit_name, f"{rate.valid_from:%Y-%m-%d %H:%M}", rate.source,
+            format_decimal(rate.stated_usd), rate.unit_name, f"{rate.valid_from:%Y-%m-%d %H:%M}",
+            "superseded" if rate.pk in superseded else "", rate.source,
         ]
         for rate in rates
     ]  # fmt: skip
-    return format_table(["model", "kind", "tier", "input tokens", "USD", "per", "from", "source"], rows)
+    return format_table(["model", "kind", "tier", "input tokens", "USD", "per", "from", "state", "source"], rows)
 
 
 def import_prices(options: Mapping[str, Any], valid_from: datetime) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.core.exceptions import ValidationError
-from django.db.models import Q
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.http import HttpRequest
 from django.shortcuts import get_object_or_404
 from django.urls import reverse
@@ -34,7 +34,7 @@ from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.db import database_time
 from sandboxes.egress import model_pricing
 from sandboxes.models import TokenKind, TokenRate
-from sandboxes.models.token_rates import MILLION, check_rates, get_unit, save_rates
+from sandboxes.models.token_rates import MILLION, check_rates, find_superseded, get_unit, save_rates
 
 MAX_UNPRICED_CALLS_COUNTED = 1000
 MAX_MODELS_SHOWN = 20
@@ -122,6 +122,11 @@ class ModelRateAdmin(ConsoleModelAdmin):
     list_tabs = {
         "all": ListTab("All", "No model rates yet. Without one, a call is unpriced unless the upstream reports its cost."),
         "later": ListTab("Scheduled", "No scheduled rates: every rate is in force.", lambda now: Q(valid_from__gt=now)),
+        "superseded": ListTab(
+            "Superseded",
+            "No superseded rates: no price was corrected by a rate with the same start.",
+            lambda now: Q(pk__in=find_superseded().values("pk")),
+        ),
     }
     fields = ["pattern", "kind", "usd_per_million", "tier", "tokens_from", "valid_from", "source", "note", "created_at"]
     row_actions = {"withdraw": DELETE_RATE_ACTION}
@@ -167,8 +172,14 @@ class ModelRateAdmin(ConsoleModelAdmin):
             else render_time_ago(row.valid_from)
         )
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[TokenRate]:
+        superseded = Exists(find_superseded(TokenRate.objects.filter(pk=OuterRef("pk"))))
+        return super().get_queryset(request).annotate(is_superseded=superseded)
+
     @display(description="State")
     def condition(self, row: TokenRate) -> SafeString:
+        if getattr(row, "is_superseded", False):
+            return render_badge("older", "superseded")
         return render_badge("ok", "in force") if row.valid_from <= database_time.now() else render_badge("waiting", "scheduled")
 
     def get_page_context(self, request: HttpRequest, row: TokenRate) -> dict[str, Any]:

@@ -9,7 +9,8 @@ without a version suffix; all of these without a date. The rates of one pattern 
 3. otherwise those of `*`, which matches every name and would hide patterns that match a later one.
 
 Rows. Of a kind's rows the call's service tier precedes the empty tier, then the largest `tokens_from` that the call's input
-tokens of all kinds reach, then the newest row. A kind without a row costs as its next kind in FALLBACKS."""
+tokens of all kinds reach, then the latest start, and of rows with the same start the newest. A kind without a row costs as its
+next kind in FALLBACKS."""
 
 import re
 from collections import Counter
@@ -93,6 +94,12 @@ class RateBook:
     def pattern(self) -> str | None:
         return self.rows[0].pattern if self.rows else None
 
+    def list_current(self) -> list[TokenRate]:
+        """Return the rows that can price a call: of each kind, size and tier the row with the latest start, and the newest."""
+        rows = sorted(self.rows, key=lambda row: (row.valid_from, row.pk))
+        latest = {(row.kind, row.tier, row.tokens_from): row for row in rows}
+        return sorted(latest.values(), key=lambda row: (KIND_ORDER.get(row.kind, len(KIND_ORDER)), row.tier, row.tokens_from))
+
     def price(self, counts: Mapping[str, int], tier: str = "") -> Price | None:
         """Price the counts by kind. Return None without a rate, and if a count or the amount is out of range.
 
@@ -139,7 +146,7 @@ class RateBook:
 
     def _find_own_row(self, kind: str, tier: str, size: int) -> TokenRate | None:
         rows = [row for row in self._by_kind.get(kind, ()) if row.tier in (tier, "") and row.tokens_from <= size]
-        return max(rows, key=lambda row: (row.tier == tier, row.tokens_from, row.valid_from), default=None)
+        return max(rows, key=lambda row: (row.tier == tier, row.tokens_from, row.valid_from, row.pk), default=None)
 
 
 class RateTable:

@@ -311,6 +311,19 @@ def test_a_rate_that_has_begun_is_not_edited_or_deleted(superuser: Client) -> No
     assert TokenRate.objects.get().usd_per_million == 3
 
 
+def test_a_superseded_rate_is_marked(superuser: Client) -> None:
+    assert superuser.post(f"{RATES}add/", RATE_FORM).status_code == 302
+    assert (
+        superuser.post(f"{RATES}add/", RATE_FORM | {"input_usd": "25", "output_usd": "", "web_search_usd": ""}).status_code
+        == 302
+    )
+    wrong, right = TokenRate.objects.filter(kind="input").order_by("pk")
+    assert [row.pk for row in list_rows(superuser, f"{RATES}?slice=superseded")] == [wrong.pk]
+    assert fetch(superuser, RATES).count("superseded</span>") == 1
+    assert "superseded" in str(get_fields(superuser, row_url(wrong))["State"].value)
+    assert "in force" in str(get_fields(superuser, row_url(right))["State"].value)
+
+
 def test_a_scheduled_rate_is_deleted(superuser: Client) -> None:
     [rate] = create_rates("m", input=3, since=timezone.now() + DAY)
     assert list_messages(superuser.post(row_url(rate, "withdraw"), WHY))[-1] == "1 model rate deleted."
@@ -325,7 +338,7 @@ def test_a_scheduled_rate_is_deleted(superuser: Client) -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_model_rate_is_refused(superuser: Client, wrong: dict[str, str]) -> None:
-    create_rates("taken", input=1, since=NOW.replace(hour=0, minute=0, second=0, microsecond=0))
+    create_rates("taken", input="2.5", since=NOW.replace(hour=0, minute=0, second=0, microsecond=0))
     assert superuser.post(f"{RATES}add/", RATE_FORM | wrong).status_code == 200
     assert TokenRate.objects.count() == 1
 

@@ -53,7 +53,8 @@ ANY_BODY = {
     "did": "did:plc:new", "phase": "combat", "condition": "x", "ids": [str(uuid.UUID(int=1))], "name": "n",
     "signal": "TERM", "offset": 0, "prompt": "x", "repository": "none", "title": "x",
     "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
-    "reason": "not needed", "agents": [ADA],
+    "reason": "not needed", "agents": [ADA], "model": "m", "prices": {"input": "1"}, "valid_from": "2026-11-01T00:00:00Z",
+    "source": "price page",
 }  # fmt: skip
 ALL_MODELS = (
     Agent, AgentKey, AgentRun, CatalogAgent, CodingTask, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken,

@@ -110,7 +110,7 @@ def test_an_expired_key_is_refused_with_the_time_of_its_expiry(issue) -> None:
         assert "expired at" in problem["detail"]
 
 
-COSTS_PATHS = ("costs", "estimate", "forecast", "statements", "budgets")
+COSTS_PATHS = ("costs", "estimate", "forecast", "statements", "budgets", "model-rates")
 
 
 def test_an_operation_needs_its_scope(issue, lease) -> None:

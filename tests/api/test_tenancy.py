@@ -27,7 +27,7 @@ TASK = "task-1"
 QUERIES = {
     "environments_get_position": "?agent_did={did}", "estimate_get": "?agents=1", "estimate_comparison_get": "?agents=1",
 }  # fmt: skip
-COSTS_PATHS = ("costs", "estimate", "forecast", "statements", "budgets")
+COSTS_PATHS = ("costs", "estimate", "forecast", "statements", "budgets", "model-rates")
 
 
 # Status for strangers, and for the agent after the end of its lease and environment -> operations. Without a key and with a
@@ -65,7 +65,7 @@ EXPECTED_NAMES = {
         "environments_add_participants "
         "environments_remove_participant environments_create_coding_task environments_create_secret inventory_list "
         "inventory_get inventory_destroy inventory_adopt templates_create templates_delete agents_create statements_list "
-        "statements_get "
+        "statements_get model_rates_list model_rates_create "
     ),
 }
 EXPECTED = {name: statuses for statuses, names in EXPECTED_NAMES.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""manage.py rate: list rates, add a price in the vendor's own unit, and import price files of models."""
+"""manage.py rate: list rates, add a price in the vendor's own unit, import price files of models, price model calls again."""
 
 from argparse import ArgumentParser
 from datetime import UTC, datetime, timedelta
@@ -28,7 +28,7 @@ OPTIONS = {"usd": "price", "valid_from": "--from", "instance_type": "--instance"
 
 
 class Command(BaseCommand):
-    help = "List rates, add a price in the unit in which the vendor states it, or import prices of models."
+    help = "List rates, add a price in the unit in which the vendor states it, import prices of models, or price calls again."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
@@ -51,6 +51,7 @@ class Command(BaseCommand):
         )  # fmt: skip
         model_rates.add_price_options(add)
         model_rates.add_import_options(actions.add_parser("import", help="compare a price file of models with the rates"))
+        model_rates.add_reprice_options(actions.add_parser("reprice", help="price model calls again by the present rates"))
 
     def handle(self, *args: Any, action: str, **options: Any) -> None:
         if action == "list" and options["models"] is not None:
@@ -59,6 +60,9 @@ class Command(BaseCommand):
             self._list(options["provider"])
         elif action == "import":
             self.stdout.write("\n".join(model_rates.import_prices(options, _parse_model_start(options["valid_from"]))))
+        elif action == "reprice":
+            lines = model_rates.reprice(_parse_start(options["valid_from"]), options, now=database_time.now())
+            self.stdout.write("\n".join(lines))
         elif options["model"] is not None:
             self._add_model(options)
         else:

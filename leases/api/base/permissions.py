@@ -43,6 +43,21 @@ class ManagesTemplates(BasePermission):
         return bool(request.user.key.operator)
 
 
+class ManagesModelRates(BasePermission):
+    """Only an operator's key without a list of pools, because rates apply to all. Raises InsufficientScope.
+
+    Writing also needs the scope `leases`: a key for reports must not change prices."""
+
+    message = "This request requires an operator's key without a list of pools."
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        if not request.user.key.operator or request.user.allowed.pools:
+            return False
+        if request.method not in SAFE_METHODS:
+            request.user.require_scope(KeyScope.LEASES, reads=False)
+        return True
+
+
 class IsUnrestrictedOperator(BasePermission):
     """Only an operator's key without a list of pools: the response concerns all pools, and engines beyond them."""
 

@@ -60,6 +60,7 @@ ENCODING_PARAMETER = _build_query_parameter(
 FINDING_PARAMETER = _build_query_parameter(
     "finding", "Only sandboxes with this finding.", enum=[finding.value for finding in Finding]
 )
+RATED_MODEL_PARAMETER = _build_query_parameter("model", "Name of a model: only the rates that price it now.")
 QUOTA_AGENT_PARAMETER = _build_query_parameter("agent_did", "Only the quotas of this agent. Default: all agents of the key.")
 QUEUED_AGENT_PARAMETER = _build_query_parameter("agent_did", "Agent of the join.", required=True)
 LOG_PARAMETERS = [

@@ -1,11 +1,14 @@
 """Ingestion of LiteLLM's cost records, written by litellm_callback.py and matched to call rows by call id.
 
-A record is the most reliable source of a price and replaces a price from another source. Records do not change outcomes."""
+A record is the most reliable source of a price and replaces a price from another source. Records do not change outcomes.
+
+After a client disconnect LiteLLM states an estimate. Its cost and its tokens are taken together if it has more output than the
+call: the answer went on after its reader had left. Otherwise the reported tokens stay, and a price that follows from them."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -16,14 +19,17 @@ from django.conf import settings
 from django.db.models import QuerySet
 
 from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE, parse_tokens, parse_usd
+from sandboxes.egress.estimates import COUNT_TOKENS_PATH
 from sandboxes.egress.logs import tail
-from sandboxes.models import LlmCall
+from sandboxes.egress.model_pricing import OUTPUT_KINDS
+from sandboxes.models import LlmCall, TokenKind
 
 log = structlog.get_logger(__name__)
 OWN_CALL_ID_PATTERN = re.compile(r"[0-9a-f]{32}")  # format of the proxy's ids; LiteLLM's other clients have other ids
 CALL_ID_PATTERN = re.compile(r"[!-~]{1,256}")
 RECORD_TIMEOUT = timedelta(minutes=1)  # after the end of a call, for its record to arrive
 TOKEN_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens")
+REPORTED_PRICES = (LlmCall.Priced.UPSTREAM, LlmCall.Priced.RATE)
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,15 @@ def collect_records(path: Path, now: datetime) -> Counter[str]:
 
 
 def find_unmetered(now: datetime) -> QuerySet[LlmCall]:
-    """Return answered calls without an upstream record, whose cost is therefore unknown or unconfirmed."""
+    """Return answered calls without an upstream record, whose cost is therefore unknown or unconfirmed.
+
+    LiteLLM writes no record of a token count, which is free of charge."""
     if not settings.LLM_RECORDS:
         return LlmCall.objects.none()
-    return LlmCall.objects.filter(
+    unrecorded = LlmCall.objects.filter(
         kind=LlmCall.Kind.LLM, outcome=LlmCall.Outcome.OK, recorded_at__isnull=True, ended_at__lt=now - RECORD_TIMEOUT
     )
+    return unrecorded.exclude(priced=LlmCall.Priced.FREE).exclude(path__endswith=COUNT_TOKENS_PATH)
 
 
 def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
@@ -72,7 +81,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
         counts["recorded"] += bool(applicable and row.recorded_at is None)
         for record in applicable:
             _apply_record(record, row, now=now)
-    changed = [*TOKEN_COLUMNS, "cost", "priced", "recorded_at", "counted", "code"]
+    changed = [*TOKEN_COLUMNS, "token_counts", "cost", "priced", "rate_ids", "recorded_at", "counted", "code"]
     LlmCall.objects.bulk_update(rows.values(), changed, batch_size=200)
     _count_missing([call_id for call_id in records_by_call if call_id not in rows], counts)
     if counts["malformed"]:
@@ -102,16 +111,25 @@ def _is_applicable(record: UpstreamRecord, row: LlmCall) -> bool:
 
 def _apply_record(record: UpstreamRecord, row: LlmCall, *, now: datetime) -> None:
     row.recorded_at = row.recorded_at or now
+    is_lower_estimate = not record.exact and (row.output_tokens or 0) > (record.output_tokens or 0)
     for name in TOKEN_COLUMNS:
-        count = getattr(record, name)
-        if count is not None and (record.exact or getattr(row, name) is None):
+        count, known = getattr(record, name), getattr(row, name)
+        if count is not None and (record.exact or known is None or count > known):
             setattr(row, name, count)
+    if not record.exact and row.token_counts and not is_lower_estimate:
+        row.token_counts = _replace_output(row.token_counts, row.output_tokens or 0)
     is_better = row.priced != LlmCall.Priced.RECORD or row.cost is None or (record.cost or 0) > row.cost
-    if record.cost is not None and is_better:
-        row.cost, row.priced = record.cost, LlmCall.Priced.RECORD
+    if record.cost is not None and is_better and not (is_lower_estimate and row.priced in REPORTED_PRICES):
+        row.cost, row.priced, row.rate_ids = record.cost, LlmCall.Priced.RECORD, None
     if record.has_refused_counts:
         row.code = row.code or REFUSED_AMOUNT_CODE
     row.counted = False
+
+
+def _replace_output(counts: Mapping[str, int], output_tokens: int) -> dict[str, int]:
+    """Return counts by kind whose output is `output_tokens` in total. Reasoning and media keep their counts."""
+    others = sum(counts.get(kind, 0) for kind in OUTPUT_KINDS if kind != TokenKind.OUTPUT)
+    return {**counts, TokenKind.OUTPUT.value: max(output_tokens - others, 0)}
 
 
 def parse_line(line: bytes) -> UpstreamRecord | None:

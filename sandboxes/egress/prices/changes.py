@@ -26,7 +26,7 @@ class PriceChange:
 def compare(file: PriceFile, *, at: datetime) -> list[PriceChange]:
     """Return each price of the file with the rate in force at a time, in the order of the file. One query."""
     patterns = {price.model for price in file.prices}
-    rates = TokenRate.objects.filter(valid_from__lte=at).order_by("valid_from").values_list(*KEY, "usd_per_million")
+    rates = TokenRate.objects.filter(valid_from__lte=at).order_by("valid_from", "pk").values_list(*KEY, "usd_per_million")
     present = {key: usd for *key, usd in rates.iterator() if key[0] in patterns for key in [tuple(key)]}
     return [PriceChange(price, present.get((price.model, price.kind, price.tokens_from, price.tier))) for price in file.prices]
 

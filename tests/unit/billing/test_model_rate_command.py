@@ -5,11 +5,15 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 
-from sandboxes.models import TokenRate
+from billing import horizon
+from billing.models import Watermark
+from sandboxes.models import LlmCall, TokenRate
+from tests.conftest import NOW
 from tests.support.model_rates import create_rates
 
 pytestmark = pytest.mark.django_db
@@ -56,7 +60,7 @@ def test_a_model_without_a_price_of_output_is_a_warning() -> None:
         ("--model m --input 1000000", "usd_per_million: "), ("--model m --input 1 --above-tokens -1", "--above-tokens: "),
         ("--model m --input 1 --from soon", "--from: "), ("daytona 1 vcpu-hour --model m", "--model: "),
         ("daytona 1 vcpu-hour --input 1", "--input: Only with --model"), ("daytona 1", "State provider, price and unit"),
-        ("--model m --input 1 --from 2026-01-01T00:00Z", "valid_from: A rate with this start exists"),
+        ("--model m --input 1 --from 2026-01-01T00:00Z", "valid_from: A rate with this start and price exists"),
     ],
 )  # fmt: skip
 def test_invalid_prices_of_a_model_are_named(arguments: str, message: str) -> None:
@@ -64,6 +68,54 @@ def test_invalid_prices_of_a_model_are_named(arguments: str, message: str) -> No
     with pytest.raises(CommandError, match=f"^{message}"):
         run("rate", "add", *arguments.replace("--input -1", "--input=-1").split(), "--source", "x")
     assert TokenRate.objects.count() == 1
+
+
+def test_a_price_with_the_same_start_supersedes_the_earlier_one() -> None:
+    start = ["--from", "2026-01-01T00:00Z"]
+    add_model("m", "--input", "300", "--output", "15", *start)
+    added = add_model("m", "--input", "3", *start).splitlines()
+    assert added[1].startswith("superseded: m, input: 300 USD per million tokens. Calls that have a price keep it")
+    assert [line.split()[1:3] for line in run("rate", "list", "--models", "m").splitlines()[1:]] == [
+        ["input", "3"],
+        ["output", "15"],
+    ]
+    listed = [line.split() for line in run("rate", "list", "--models").splitlines()[1:]]
+    assert sorted((line[2], "superseded" in line) for line in listed) == [("15", False), ("3", False), ("300", True)]
+
+
+def test_calls_are_priced_again_on_request() -> None:
+    create_rates("m*", input=1, output=2)
+    for model, priced in (("m", "rate"), ("m-mini", "rate"), ("m", "record"), ("unheard-of", "rate")):
+        create_call(model, priced)
+    create_call("m", "estimate", output_tokens=None)
+    shown = run("rate", "reprice", "--from", "2026-11-01").splitlines()
+    assert [line.split() for line in shown[1:5]] == [
+        ["m", "1", "1", "5", "3", "-2"], ["m-mini", "1", "1", "5", "3", "-2"], ["unheard-of", "1", "0", "5", "5", "0"],
+        ["total", "3", "2", "15", "11", "-4"],
+    ]  # fmt: skip
+    assert shown[5:] == [
+        "1 calls keep their price: no rate prices their usage, or the price is out of range",
+        "1 estimated calls keep their price: their usage is unknown", "Nothing was changed: add --apply.",
+    ]  # fmt: skip
+    assert not LlmCall.objects.exclude(cost=5).exists()
+    assert run("rate", "reprice", "--from", "2026-11-01", "--model", "m", "--apply").splitlines()[-2].split()[1:3] == ["1", "1"]
+    run("rate", "reprice", "--from", "2026-11-01", "--model", "m", "--apply", "--stated")
+    assert [*LlmCall.objects.order_by("pk").values_list("cost", flat=True)] == [3, 5, 3, 5, 5]
+
+
+def create_call(model: str, priced: str, **fields: Any) -> None:
+    tokens = {"input_tokens": 10**6, "output_tokens": 10**6} | fields
+    LlmCall.objects.create(
+        call_id=f"{LlmCall.objects.count():032x}", model=model, priced=priced, cost=5, outcome="ok", started_at=NOW,
+        deadline_at=NOW, ended_at=NOW, **tokens,
+    )  # fmt: skip
+
+
+def test_calls_of_final_days_are_not_priced_again() -> None:
+    Watermark.hold(horizon.HORIZON_WATERMARK, datetime(2026, 11, 1, tzinfo=UTC))
+    with pytest.raises(CommandError, match=r"^--from: Usage before 2026-11-01 00:00 UTC is final"):
+        run("rate", "reprice", "--from", "2026-10-31T23:59Z", "--apply")
+    run("rate", "reprice", "--from", "2026-11-01T00:00Z")
 
 
 def test_a_price_file_is_compared_and_applied(tmp_path: Path) -> None:

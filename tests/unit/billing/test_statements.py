@@ -11,9 +11,12 @@ from django.core.exceptions import ValidationError
 from django.db import IntegrityError, models, transaction
 
 from billing import costs, metering, statements
+from billing.budgets import call_admission
 from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, Watermark
 from billing.statements import MonthNotClosable
 from leases import execution, snapshots
+from sandboxes.egress import model_pricing
+from sandboxes.egress.repricing import reprice_calls
 from sandboxes.models import DataSize, LlmCall
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import measurements
@@ -24,6 +27,7 @@ from tests.support.billing import (
     HOUR,
     advance_and_price,
     close_month,
+    create_llm_call,
     create_rate,
     create_time_usage,
     create_token_usage,
@@ -34,6 +38,7 @@ from tests.support.billing import (
     parse_day,
     parse_utc,
 )
+from tests.support.model_rates import create_rates
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DECEMBER, JANUARY, FEBRUARY = parse_utc("2026-12-01T00:00"), parse_utc("2027-01-01T00:00"), parse_utc("2027-02-01T00:00")
@@ -256,6 +261,31 @@ def test_late_usage_is_a_correction_on_the_next_statement() -> None:
     following = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
     correction = ("correction", NOVEMBER, ADA, "time", 2, USD("0.67"))  # 1.675 is 1.68, and 1.01 was billed
     assert list_statement_lines(following) == [correction]
+    assert is_balanced(get_house_account())
+
+
+@pytest.mark.parametrize("corrected", ["3", "500"])
+def test_calls_priced_again_are_a_correction_on_the_next_statement(grant: Callable[..., Any], corrected: str) -> None:
+    since, called = parse_utc("2026-11-01T00:00"), parse_utc("2026-11-21T12:00")
+    create_rates("m", input=300, output=1, since=since)
+    lease = grant(now=called)
+    fields = {"model": "m", "input_tokens": 10**6, "cached_tokens": 0, "output_tokens": 0}
+    create_llm_call(lease, started_at=called, ended_at=called, cost=None, priced="", **fields)
+    assert model_pricing.price_calls(called) == 1
+    metering.meter_usage(now=DECEMBER)
+    costs.price_usage(now=DECEMBER)
+    before = list_statement_lines(close(get_house_account()))
+    assert before == [("usage", NOVEMBER, lease.agent_did, "llm", 1, 300)]
+
+    create_rates("m", input=corrected, since=since)
+    reprice_calls(since, now=JANUARY, apply=True)
+    assert call_admission.sum_lease_calls(lease.pk) == USD(corrected)  # once: the part in the usage record is known
+    metering.meter_usage(now=JANUARY)
+    costs.price_usage(now=JANUARY)
+    assert call_admission.sum_lease_calls(lease.pk) == USD(corrected)
+    assert list_statement_lines(Statement.objects.get()) == before
+    [line] = list_statement_lines(close(get_house_account(), parse_day("2026-12-01"), JANUARY))
+    assert (line[0], line[1], line[3], line[5]) == ("correction", NOVEMBER, "llm", USD(corrected) - 300)
     assert is_balanced(get_house_account())
 
 

@@ -19,7 +19,7 @@ from sandboxes.egress import model_pricing
 from sandboxes.egress.amounts import parse_usd
 from sandboxes.egress.model_pricing import RateBook, RateTable, find_candidate_names
 from sandboxes.models import LlmCall, TokenRate
-from sandboxes.models.token_rates import save_rates
+from sandboxes.models.token_rates import find_superseded, save_rates
 from tests.conftest import MINUTE, NOW
 from tests.support.model_rates import build_rates, create_rates
 
@@ -305,7 +305,7 @@ def test_an_invalid_rate_is_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.django_db
 def test_rates_are_saved_all_or_none() -> None:
     create_rates("m", input=1, since=NOW)
-    for rows in (build_rates("m", output=1, input=2, since=NOW), 2 * build_rates("n", input=1)):
+    for rows in (build_rates("m", output=1, input=1, since=NOW), 2 * build_rates("n", input=1)):
         with pytest.raises(ValidationError):
             save_rates(rows)
     assert TokenRate.objects.count() == 1
@@ -314,6 +314,10 @@ def test_rates_are_saved_all_or_none() -> None:
 @pytest.mark.django_db
 def test_rates_of_the_version_before_are_carried_over() -> None:
     """Also by a repetition after a crash."""
+    with connection.cursor() as cursor:  # the constraint of that version
+        cursor.execute(
+            "CREATE UNIQUE INDEX tokenrate_once ON sandboxes_tokenrate (pattern, kind, tokens_from, tier, valid_from)"
+        )
     historical = MigrationLoader(connection).project_state(("sandboxes", "0080_token_rates")).apps
     before: type[Model] = historical.get_model("sandboxes", "ModelRate")
     table: Any = before._base_manager
@@ -330,6 +334,31 @@ def test_rates_of_the_version_before_are_carried_over() -> None:
         ("m", "input", 1, NOW),
         ("m", "output", 0, NOW),
     ]
+
+
+@pytest.mark.django_db
+def test_a_newer_rate_with_the_same_start_supersedes_the_earlier_one() -> None:
+    wrong, other = save_all(build_rates("m", input=3, output=15, since=NOW))
+    [right] = save_all(build_rates("m", input=300, since=NOW))
+    save_all(build_rates("m", input=9, since=NOW - DAY)), save_all(build_rates("m", input=7, since=NOW, tier="flex"))
+    book = model_pricing.load_rates(["m"], at=NOW)
+    found = book.price({"input": 10**6})
+    assert found and (found.usd, found.rates) == (300, (right.pk,))
+    assert book.estimate(10**6, 0) == 300
+    assert [(row.kind, row.tier, row.usd_per_million) for row in book.list_current()] == [
+        ("input", "", 300), ("input", "flex", 7), ("output", "", 15),
+    ]  # fmt: skip
+    assert [*find_superseded()] == [wrong]
+    assert [*find_superseded(TokenRate.objects.filter(pk=other.pk))] == []
+    with pytest.raises(ValidationError, match="A rate with this start and price exists"):
+        save_rates(build_rates("m", input=300, since=NOW))
+    save_all(build_rates("m", input=3, since=NOW))  # the earlier price is right after all
+    assert price(model_pricing.load_rates(["m"], at=NOW), input=10**6) == 3
+
+
+def save_all(rows: list[TokenRate]) -> list[TokenRate]:
+    save_rates(rows)
+    return rows
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

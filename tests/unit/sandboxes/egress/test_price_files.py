@@ -155,12 +155,16 @@ def test_only_new_and_changed_prices_become_rates() -> None:
 
 
 @pytest.mark.django_db
-def test_a_second_price_with_the_same_start_is_refused_and_nothing_is_added() -> None:
+def test_a_price_with_the_start_of_an_existing_rate_supersedes_it_once() -> None:
     create_rates("m", cache_read="0.1", since=NOW)
     file = parse_price_file(OWN.encode())
-    with pytest.raises(ValidationError, match="A rate with this start exists: m, cached input"):
-        changes.apply_changes(changes.compare(file, at=NOW), file, valid_from=NOW, note="")
-    assert TokenRate.objects.count() == 1
+    compared = changes.compare(file, at=NOW)
+    added = changes.apply_changes(compared, file, valid_from=NOW, note="")
+    assert TokenRate.objects.count() == 1 + added
+    assert not any(each.is_change for each in changes.compare(file, at=NOW))
+    with pytest.raises(ValidationError, match="A rate with this start and price exists: m, "):
+        changes.apply_changes(compared, file, valid_from=NOW, note="")
+    assert TokenRate.objects.count() == 1 + added
 
 
 # --- public prices ----------------------------------------------------------------------------------------------------

@@ -131,6 +131,30 @@ def test_estimate_adds_missing_tokens_and_replaces_none(file: Path) -> None:
     assert shown(2)[2:] == (1000, 400, 71)
 
 
+def test_cost_and_tokens_of_an_estimate_with_more_output_are_taken_together(file: Path) -> None:
+    counts = {"input": 600, "cache_read": 400, "output": 0, "reasoning": 1}
+    row = call(cost=Decimal("0.003"), priced="rate", rate_ids=[1], input_tokens=1000, cached_tokens=400, output_tokens=1,
+               token_counts=counts, outcome="cut")  # fmt: skip
+    append(file, record(error="ClientDisconnected", output=91, cost=0.0042))
+    collect(file)
+    assert shown() == (Decimal("0.0042"), "record", 1000, 400, 91)
+    row.refresh_from_db()
+    assert (row.token_counts, row.rate_ids) == ({**counts, "output": 90}, None)
+
+
+@pytest.mark.parametrize(
+    ("priced", "cost"), [("rate", "0.005"), ("upstream", "0.005"), ("estimate", "0.00074"), ("", "0.00074")]
+)
+def test_estimate_with_less_output_than_reported_replaces_no_price_of_the_reported_usage(
+    file: Path, priced: str, cost: str
+) -> None:
+    call(cost=Decimal("0.005") if priced else None, priced=priced, output_tokens=70, token_counts={"output": 70})
+    append(file, record(error="ClientDisconnected", output=3))
+    collect(file)
+    assert (shown()[0], shown()[4]) == (Decimal(cost), 70)
+    assert LlmCall.objects.get().token_counts == {"output": 70}
+
+
 def test_record_without_a_price_keeps_the_existing_price(file: Path) -> None:
     row = call(model="house-model")
     append(file, record(cost=None))
@@ -311,6 +335,8 @@ def test_answered_calls_without_a_record_are_unmetered(file: Path, settings) -> 
     late, _recorded = (call(number, ended_at=NOW - 2 * MINUTE) for number in (1, 4))
     call(2, ended_at=NOW - MINUTE / 2)
     call(3, ended_at=NOW - 2 * MINUTE, outcome="failed")
+    call(5, ended_at=NOW - 2 * MINUTE, priced="free", cost=0, path="/v1/messages/count_tokens")
+    call(6, ended_at=NOW - 2 * MINUTE, path="/v1/messages/count_tokens")  # of a version that did not price token counts
     append(file, record(4))
     collect(file)
     assert [*upstream_records.find_unmetered(NOW)] == [late]

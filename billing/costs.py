@@ -22,6 +22,7 @@ from billing.intervals import MICROSECOND, prorate
 from billing.models import (
     BillableItem,
     CostRecord,
+    PeriodTotal,
     Rate,
     Unpriced,
     UsageKind,
@@ -53,12 +54,16 @@ class CostKey(NamedTuple):
 
 
 class CostAmount(NamedTuple):
-    """Amounts of a cost record. `whole` is the quantity in base units, as text; the others are rounded to nine places."""
+    """Amounts of a cost record. `whole` is the quantity in base units, as text; the others are rounded to nine places.
+
+    unpriced: number of model calls with unknown cost. estimated_usd: estimated part of `usd`."""
 
     whole: str
     quantity: Decimal
     free: Decimal
     usd: Decimal
+    unpriced: int = 0
+    estimated_usd: Decimal = Decimal(0)
 
 
 def price_usage(*, now: datetime) -> Counter[str]:
@@ -67,6 +72,8 @@ def price_usage(*, now: datetime) -> Counter[str]:
     Safe to interrupt, repeat and run concurrently: each month is one transaction under the lock of the watermark. Usage
     metered during the pass marks its day again, for the next pass."""
     counts: Counter[str] = Counter()
+    if not PeriodTotal.are_valid():
+        _note_days_without_details()
     for begin in sorted({day.replace(day=1) for day in Unpriced.objects.values_list("day", flat=True).distinct()}):
         with transaction.atomic(durable=True):
             has_totals = period_totals.hold_costs(now)
@@ -83,6 +90,12 @@ def price_usage(*, now: datetime) -> Counter[str]:
         counts.update(written=written, removed=removed)
     period_totals.derive_missing_totals()
     return +counts
+
+
+def _note_days_without_details() -> None:
+    """Mark the days with unpriced or estimated model calls: a pass of the version before wrote only their costs."""
+    incomplete = UsageRecord.objects.filter(Q(unpriced__gt=0) | Q(estimated__gt=0), item=UsageKind.TOKENS)
+    Unpriced.note(incomplete.order_by().values_list("day", flat=True).distinct())
 
 
 def reset_costs() -> None:
@@ -136,9 +149,10 @@ def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[
             account = account_on(agent, day)
             for (item, rate), base_units in quantities:
                 lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += base_units
-        for (agent, environment, holder, provider), calls, usd in _iter_llm_calls(day):
+        for (agent, environment, holder, provider), amount in _iter_llm_calls(day):
             key = CostKey(day, account_on(agent, day), provider, BillableItem.LLM, agent, environment, holder, None)
-            model_calls[key] = CostAmount(str(calls), Decimal(calls), Decimal(0), limit_usd(usd, agent=agent, day=str(day)))
+            usd = limit_usd(amount.usd, agent=agent, day=str(day))
+            model_calls[key] = amount._replace(usd=usd, estimated_usd=min(amount.estimated_usd, usd))
     return {key: base_units for key, base_units in lines.items() if base_units}, model_calls
 
 
@@ -258,11 +272,13 @@ def _iter_measured_use(day: date, begin: datetime, end: datetime, owned: Q) -> I
         yield *owner, prorate(cpu, *within), prorate(memory, *within)
 
 
-def _iter_llm_calls(day: date) -> Iterator[tuple[tuple[Any, ...], int, Decimal]]:
-    """Yield (owner columns, number of calls, USD) of a day's model calls."""
+def _iter_llm_calls(day: date) -> Iterator[tuple[tuple[Any, ...], CostAmount]]:
+    """Yield (owner columns, amounts) of a day's model calls."""
     rows = UsageRecord.objects.filter(day=day, item=UsageKind.TOKENS).order_by().values_list(*OWNER_COLUMNS)
-    for *owner, calls, nano in rows.annotate(number=Sum("calls"), nano=sum_exact("usd")):
-        yield tuple(owner), calls, nanos_to_decimal(nano)
+    sums = rows.annotate(a=Sum("calls"), b=sum_exact("usd"), c=Sum("unpriced"), d=sum_exact("estimated_usd"))
+    for *owner, calls, nano, unpriced, estimated in sums:
+        usd, estimated_usd = nanos_to_decimal(nano), nanos_to_decimal(estimated)
+        yield tuple(owner), CostAmount(str(calls), Decimal(calls), Decimal(0), usd, int(unpriced), estimated_usd)
 
 
 def _iter_plan_charges(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> Iterator[CostKey]:

@@ -7,17 +7,19 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from fractions import Fraction
+from typing import Any
 from uuid import UUID
 
-from django.db.models import DateField, DurationField, ExpressionWrapper, F, Q, Sum, Value
+from django.db.models import Count, DateField, DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
 from django.db.models.functions import Coalesce, Greatest, Least
 
 from billing import pricing
 from billing.costs import iter_sandbox_usage, split_by_rate
 from billing.dates import to_utc_date
 from billing.models import Rate, UsageKind, UsageRecord
-from billing.money_sums import sum_exact
+from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.totals import BILLABLE_STATES
+from billing.uncertainty import Uncertainty
 from sandboxes.egress.amounts import MAX_USD
 from sandboxes.models import LlmCall
 
@@ -50,14 +52,32 @@ def sum_hourly_call_usd(began: datetime, ends: datetime, parts: Collection[Q]) -
     """Like sum_hourly_usd, of model calls alone. Open calls count with their reservation."""
     sums: dict[Holder, Fraction] = defaultdict(Fraction)
     for part in parts:
-        day = Value(to_utc_date(began), output_field=DateField())
-        calls = LlmCall.objects.annotate(day=day, owed=Coalesce("cost", "reserved")).filter(
-            part, kind=LlmCall.Kind.LLM, started_at__gte=began, started_at__lt=ends, owed__lt=MAX_USD
-        )
-        calls = calls.exclude(outcome=LlmCall.Outcome.REFUSED).order_by()
+        calls = _find_calls(began, ends, part).filter(owed__lt=MAX_USD)
         for holder, nano in calls.values_list("holder").annotate(nano=sum_exact("owed")):
             sums[holder] += Fraction(nano, 10**9)
     return dict(sums)
+
+
+def sum_hourly_uncertainty(began: datetime, ends: datetime, parts: Collection[Q]) -> Uncertainty:
+    """Sum the estimated part of `sum_hourly_call_usd`, reservations included, and count the ended calls without a price."""
+    is_counted, has_ended = Q(owed__lt=MAX_USD), ~Q(outcome=LlmCall.Outcome.OPEN)
+    is_estimated = is_counted & (Q(priced=LlmCall.Priced.ESTIMATE) | Q(cost__isnull=True))
+    unpriced, nano = 0, 0
+    for part in parts:
+        sums = _find_calls(began, ends, part).aggregate(
+            unpriced=Count("pk", filter=has_ended & (Q(owed__isnull=True) | Q(owed__gte=MAX_USD))),
+            nano=sum_exact("owed", is_estimated),
+        )
+        unpriced, nano = unpriced + sums["unpriced"], nano + sums["nano"]
+    return Uncertainty(unpriced, nanos_to_decimal(nano))
+
+
+def _find_calls(began: datetime, ends: datetime, part: Q) -> QuerySet[Any]:
+    day = Value(to_utc_date(began), output_field=DateField())
+    calls = LlmCall.objects.annotate(day=day, owed=Coalesce("cost", "reserved")).filter(
+        part, kind=LlmCall.Kind.LLM, started_at__gte=began, started_at__lt=ends
+    )
+    return calls.exclude(outcome=LlmCall.Outcome.REFUSED).order_by()
 
 
 def sum_hourly_time(began: datetime, ends: datetime, parts: Iterable[Q]) -> dict[Holder, timedelta]:

@@ -383,18 +383,21 @@ def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRec
     tokens = {
         name: Sum(f"{name}_tokens", filter=Q(**{f"{name}_tokens__lte": MAX_TOKENS})) for name in ("input", "cached", "output")
     }
+    is_estimated = Q(priced=LlmCall.Priced.ESTIMATE, cost__lt=MAX_USD)
     sums = llm_calls.aggregate(
         began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=sum_exact("cost", Q(cost__lt=MAX_USD)),
-        unpriced=Count("pk", filter=Q(cost__isnull=True) | Q(cost__gte=MAX_USD)), **tokens,
+        unpriced=Count("pk", filter=Q(cost__isnull=True) | Q(cost__gte=MAX_USD)),
+        estimated=Count("pk", filter=is_estimated), estimated_usd=sum_exact("cost", is_estimated), **tokens,
     )  # fmt: skip
     first = llm_calls.order_by("pk").select_related("sandbox").first()
     sandbox = first.sandbox if first else None
     called = f"calls of {model}" if model else "calls without a model"  # the name is chosen by the calling program
+    usd = limit_usd(nanos_to_decimal(sums["usd"]), agent=first.agent_did if first else "", day=str(day))
     return UsageRecord(
         item=UsageKind.TOKENS, source=f"{called} for {holder or 'no lease'}", day=day, began_at=sums["began"],
         ended_at=max(sums["began"], sums["ended"]), sandbox=sandbox, holder=holder,
         agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
         provider=sandbox.provider if sandbox else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],
         input_tokens=sums["input"] or 0, cached_tokens=sums["cached"] or 0, output_tokens=sums["output"] or 0,
-        usd=limit_usd(nanos_to_decimal(sums["usd"]), agent=first.agent_did if first else "", day=str(day)),
+        usd=usd, estimated=sums["estimated"], estimated_usd=min(nanos_to_decimal(sums["estimated_usd"]), usd),
     )  # fmt: skip

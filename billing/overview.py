@@ -11,7 +11,8 @@ from billing.dates import to_utc_date
 from billing.forecast import Forecast, forecast
 from billing.models import BillableItem
 from billing.money_sums import nanos_to_decimal
-from billing.totals import sum_usd
+from billing.totals import sum_amounts, sum_usd
+from billing.uncertainty import Uncertainty
 
 WINDOW_DAYS, MAX_SPENDERS = 30, 10
 MODEL_CALLS_SERIES, PLANS_SERIES = "model calls", "plans"  # costs of these items are not split by provider
@@ -52,6 +53,7 @@ class Overview:
     spenders: list[AgentCost]
     items: dict[str, Decimal]
     forecast: Forecast
+    uncertainty: Uncertainty
 
 
 def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Overview:
@@ -63,11 +65,13 @@ def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Over
     parts: dict[date, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     series: dict[str, int] = defaultdict(int)
     items: dict[str, int] = defaultdict(int)
-    for day, provider, item, nano in sum_usd("day", "provider", "item", **window):
+    uncertainties: list[Uncertainty] = []
+    for day, provider, item, nano, unpriced, estimated in sum_amounts("day", "provider", "item", **window):
         name = SERIES_BY_ITEM.get(item) or provider or "no provider"
         parts[day][name] += nano
         series[name] += nano
         items[item] += nano
+        uncertainties.append(Uncertainty(unpriced, nanos_to_decimal(estimated)))
     totals = {name: nanos_to_decimal(nano) for name, nano in _sort_by_cost(series.items()) if nano}
     days = [_build_daily_cost(first + timedelta(days=number), parts, totals) for number in range(WINDOW_DAYS)]
     agents = _sort_by_cost(sum_usd("agent", **window))[:MAX_SPENDERS]
@@ -79,14 +83,28 @@ def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Over
         spenders=[AgentCost(did, nanos_to_decimal(nano)) for did, nano in agents if nano],
         items={item: nanos_to_decimal(nano) for item, nano in _sort_by_cost(items.items()) if nano},
         forecast=forecast(now=now, **filters),
+        uncertainty=Uncertainty.sum(uncertainties),
     )
 
 
-def get_costs_to_date(now: datetime) -> tuple[Decimal, Decimal]:
-    """Return the costs of today and of this month so far, in USD. One query over this month's days."""
+@dataclass(frozen=True)
+class CostToDate:
+    """Cost of a period up to now, in USD."""
+
+    usd: Decimal
+    uncertainty: Uncertainty
+
+
+def get_costs_to_date(now: datetime) -> tuple[CostToDate, CostToDate]:
+    """Return the costs of today and of this month so far. One query over this month's days."""
     today = to_utc_date(now)
-    days = dict(sum_usd("day", since=today.replace(day=1), until=today + timedelta(days=1)))
-    return nanos_to_decimal(days.get(today, 0)), nanos_to_decimal(sum(days.values()))
+    days = sum_amounts("day", since=today.replace(day=1), until=today + timedelta(days=1))
+    return _build_cost_to_date(each for each in days if each[0] == today), _build_cost_to_date(days)
+
+
+def _build_cost_to_date(days: Iterable[tuple[Any, ...]]) -> CostToDate:
+    nano, unpriced, estimated = (sum(amounts) for amounts in [*zip(*days, strict=True)][1:] or [(), (), ()])
+    return CostToDate(nanos_to_decimal(nano), Uncertainty(unpriced, nanos_to_decimal(estimated)))
 
 
 def _sort_by_cost(sums: Iterable[tuple[Any, ...]]) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from datetime import date, datetime
 from typing import NamedTuple
 
 from django.db import transaction
-from django.db.models import Count, Max, Min
+from django.db.models import Count, Max, Min, Sum
 
 from billing.dates import EPOCH, start_of_next_month
 from billing.intervals import MICROSECOND
@@ -24,8 +24,8 @@ from sandboxes.claims import note_progress
 
 Period = PeriodTotal.Period
 SQL_BATCH_SIZE = 500  # rows per statement; SQLite limits the number of values
-AMOUNTS = ("records", "quantity", "free", "usd", "micros")
-NOTHING = (0, 0, 0, 0, 0)
+AMOUNTS = ("records", "quantity", "free", "usd", "unpriced", "estimated_usd", "micros")
+NOTHING = (0,) * len(AMOUNTS)
 
 
 class TotalKey(NamedTuple):
@@ -98,13 +98,14 @@ def _sum_records(days: Collection[date]) -> Sums:
     for day in days:
         rows = CostRecord.objects.filter(day=day).order_by().values_list("provider", "agent_did", "account", "item")
         for provider, agent, account, item, *amounts in rows.annotate(
-            a=Count("pk"), b=sum_exact("quantity"), c=sum_exact("free"), d=sum_exact("usd")
-        ):
-            total[TotalKey(Period.AGENT_DAY, day, account, provider, item, agent)] = (*amounts, 0)
+            a=Count("pk"), b=sum_exact("quantity"), c=sum_exact("free"), d=sum_exact("usd"), e=Sum("unpriced"),
+            f=sum_exact("estimated_usd"),
+        ):  # fmt: skip
+            total[TotalKey(Period.AGENT_DAY, day, account, provider, item, agent)] = (*map(int, amounts), 0)
         times = build_time_filter(None, None, None, {}).filter(day=day).values_list("provider", "agent_did")
         for provider, agent, number, duration in times.annotate(a=Count("pk"), b=TOTAL_DURATION):
             key = TotalKey(Period.AGENT_DAY, day, account_on(agent, day), provider, "", agent)
-            total[key] = (number, 0, 0, 0, duration // MICROSECOND)
+            total[key] = (number, 0, 0, 0, 0, 0, duration // MICROSECOND)
     return total
 
 

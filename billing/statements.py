@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from django.db import transaction
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet, Sum
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
@@ -31,6 +31,7 @@ from billing.models import (
     Watermark,
 )
 from billing.money_sums import CENTS_PER_UNIT, nanos_to_decimal, sum_exact
+from billing.uncertainty import Uncertainty
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
@@ -56,12 +57,16 @@ class LineKey(NamedTuple):
 
 
 class LineAmount(NamedTuple):
+    """Amounts of a line. unpriced: number of model calls without a price. estimated_usd: estimated part of `usd`, in cents."""
+
     quantity: Decimal
     free: Decimal
     usd: Decimal
+    unpriced: int
+    estimated_usd: Decimal
 
 
-ZERO_AMOUNT = LineAmount(Decimal(0), Decimal(0), ZERO_USD)
+ZERO_AMOUNT = LineAmount(Decimal(0), Decimal(0), ZERO_USD, 0, ZERO_USD)
 
 
 def close_month(account: Account, month: date, *, now: datetime, actor: str) -> tuple[Statement, bool]:
@@ -78,18 +83,26 @@ def close_month(account: Account, month: date, *, now: datetime, actor: str) -> 
         _check_month_complete(begin, end, now)
         _check_order(account, begin)
         lines = [*_build_lines(account, begin, end)]
-        subtotal = sum((line.usd for line in lines), ZERO_USD)
-        used = min(get_balance(account), max(subtotal, ZERO_USD))
-        statement = Statement.objects.create(
-            account=account, month=begin, closed_at=now, closed_by=actor, subtotal=subtotal, credit_used=used,
-            total=subtotal - used,
-        )  # fmt: skip
+        statement = build_statement(account, begin, lines)
+        statement.closed_at, statement.closed_by = now, actor
+        statement.save()
         checkpoint("closing", statement)
         for line in lines:
             line.statement = statement
         StatementLine.objects.bulk_create(lines, batch_size=SQL_BATCH_SIZE)
         checkpoint("closed", statement)
     return statement, True
+
+
+def build_statement(account: Account, month: date, lines: Collection[StatementLine]) -> Statement:
+    """Build the statement of a month with these lines, which uses the credit of now. Nothing is stored."""
+    subtotal = sum((line.usd for line in lines), ZERO_USD)
+    used = min(get_balance(account), max(subtotal, ZERO_USD))
+    uncertainty = Uncertainty.sum(line for line in lines if line.kind == StatementLine.Kind.USAGE)
+    return Statement(
+        account=account, month=month, subtotal=subtotal, credit_used=used, total=subtotal - used,
+        unpriced=uncertainty.unpriced, estimated_usd=ZERO_USD + uncertainty.estimated_usd,
+    )  # fmt: skip
 
 
 def _check_month_complete(begin: date, end: date, now: datetime) -> None:
@@ -155,6 +168,7 @@ def _build_lines(account: Account, begin: date, end: date) -> Iterator[Statement
                 kind=StatementLine.Kind.USAGE if key.month == begin else StatementLine.Kind.CORRECTION,
                 for_month=key.month, agent_did=key.agent_did, provider=key.provider, item=key.item, rate_id=key.rate,
                 quantity=cost.quantity - earlier.quantity, free=cost.free - earlier.free, usd=cost.usd - earlier.usd,
+                unpriced=cost.unpriced - earlier.unpriced, estimated_usd=cost.estimated_usd - earlier.estimated_usd,
             )  # fmt: skip
 
 
@@ -181,8 +195,8 @@ def sum_derived_costs(
     groups = rows.values_list("month", "agent_did", "provider", "item", "rate", "rate__usd")
     derived: dict[LineKey, LineAmount] = {}
     nano_sums: Counter[LineKey] = Counter()
-    for month, agent, provider, item, rate, rate_usd, quantity, free, nano in groups.annotate(
-        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd")
+    for month, agent, provider, item, rate, rate_usd, quantity, free, nano, unpriced, estimated in groups.annotate(
+        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd")
     ):
         group = (month, agent, provider, item)
         key = LineKey(*group, None if group in unrated else rate)
@@ -195,6 +209,8 @@ def sum_derived_costs(
             before.quantity + nanos_to_decimal(quantity),
             before.free + nanos_to_decimal(free),
             pricing.round_half_up(usd, pricing.CENT_PLACES),
+            before.unpriced + int(unpriced),
+            before.estimated_usd + pricing.round_half_up(Fraction(estimated, 10**9), pricing.CENT_PLACES),
         )
     return derived
 
@@ -210,10 +226,18 @@ def sum_billed_costs(account: Account) -> dict[LineKey, LineAmount]:
     """Sum the lines of an account's statements, corrections included."""
     rows = StatementLine.objects.filter(statement__account=account).order_by()
     groups = rows.values_list("for_month", "agent_did", "provider", "item", "rate")
-    sums = groups.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
+    sums = groups.annotate(
+        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd")
+    )
     return {
-        LineKey(*key): LineAmount(nanos_to_decimal(quantity), nanos_to_decimal(free), nanos_to_decimal(nano).quantize(ZERO_USD))
-        for *key, quantity, free, nano in sums
+        LineKey(*key): LineAmount(
+            nanos_to_decimal(quantity),
+            nanos_to_decimal(free),
+            nanos_to_decimal(nano).quantize(ZERO_USD),
+            int(unpriced),
+            nanos_to_decimal(estimated).quantize(ZERO_USD),
+        )
+        for *key, quantity, free, nano, unpriced, estimated in sums
     }
 
 

@@ -22,6 +22,7 @@ from sandboxes.models import AWAKE_STATES
 # item of its own (billing.costs).
 BILLABLE_STATES = AWAKE_STATES
 TOTAL_DURATION = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
+SUMMED_AMOUNTS = ("quantity", "free", "usd", "unpriced", "estimated_usd")
 GROUP_BY_COLUMNS = {
     "agent": "agent_did", "lease": "holder", "environment": "environment_id", "provider": "provider", "day": "day",
     "account": "account__name", "item": "item",
@@ -32,12 +33,15 @@ GROUP_BY_COLUMNS = {
 class CostTotal:
     """Usage and costs of one group: quantities and free quantities by item, in units of the item, and USD.
 
+    `estimated_usd` is the estimated part of `usd`, which does not include the model calls without a price (`unpriced`).
     `sandbox_time` is the billable sandbox time. It is None in totals by item or of one item."""
 
     key: str
     quantities: dict[str, Decimal]
     free: dict[str, Decimal]
     usd: Decimal
+    unpriced: int
+    estimated_usd: Decimal
     sandbox_time: timedelta | None
 
 
@@ -53,21 +57,24 @@ def sum_costs(
     if periods is None:
         sandbox_time = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
         return _build_totals(by, _sum_records(by, since, until, agents, filters), sandbox_time)
-    sums = [*periods.values_list(GROUP_BY_COLUMNS[by], "item").annotate(*map(Sum, ("quantity", "free", "usd", "micros")))]
+    amounts = map(Sum, (*SUMMED_AMOUNTS, "micros"))
+    sums = [*periods.values_list(GROUP_BY_COLUMNS[by], "item").annotate(*amounts)]
     durations: dict[str, timedelta] = defaultdict(timedelta)
     for key, item, *_, micros in sums:
         if not item:
             durations[_format_key(key)] += int(micros) * MICROSECOND
-    return _build_totals(by, [row[:5] for row in sums if row[1]], None if without_time else durations)
+    return _build_totals(by, [row[:-1] for row in sums if row[1]], None if without_time else durations)
 
 
 def _sum_records(
     by: str, since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
 ) -> QuerySet[CostRecord, tuple[Any, ...]]:
-    """Sum cost records as rows of (group, item, quantity, free quantity, USD), in billionths."""
+    """Sum cost records as rows of (group, item, and SUMMED_AMOUNTS in the units of PeriodTotal)."""
     rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters))
     sums = rows.order_by().values_list(GROUP_BY_COLUMNS[by], "item")
-    return sums.annotate(a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"))
+    return sums.annotate(
+        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd")
+    )
 
 
 def _find_period_totals(
@@ -100,12 +107,16 @@ def _build_totals(by: str, sums: Iterable[tuple[Any, ...]], sandbox_time: Mappin
     quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
     free: dict[str, dict[str, Decimal]] = defaultdict(dict)
     usd: Counter[str] = Counter()
-    for key, item, quantity, free_quantity, nano in sums:
+    unpriced: Counter[str] = Counter()
+    estimated: Counter[str] = Counter()
+    for key, item, quantity, free_quantity, nano, unpriced_calls, estimated_nano in sums:
         name = _format_key(key)
         quantities[name][item] = nanos_to_decimal(int(quantity))
         if free_quantity:
             free[name][item] = nanos_to_decimal(int(free_quantity))
         usd[name] += int(nano)
+        unpriced[name] += int(unpriced_calls)
+        estimated[name] += int(estimated_nano)
     names = sorted({*quantities, *(sandbox_time or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
     return [
         CostTotal(
@@ -113,6 +124,8 @@ def _build_totals(by: str, sums: Iterable[tuple[Any, ...]], sandbox_time: Mappin
             quantities.get(name, {}),
             free.get(name, {}),
             nanos_to_decimal(usd[name]),
+            unpriced[name],
+            nanos_to_decimal(estimated[name]),
             None if sandbox_time is None else sandbox_time.get(name, timedelta(0)),
         )
         for name in names
@@ -129,17 +142,25 @@ def sum_usd_by_day(
     return dict(days)
 
 
-def sum_usd(
+def sum_usd(*groups: str, **selection: Any) -> list[tuple[Any, ...]]:
+    """Sum costs by several groups, as rows of (group, ..., billionths of USD). The parameters are those of `sum_amounts`."""
+    return [row[:-2] for row in sum_amounts(*groups, **selection)]
+
+
+def sum_amounts(
     *groups: str, since: date | None, until: date | None, agents: Collection[str] | None = None, **filters: Any
 ) -> list[tuple[Any, ...]]:
-    """Sum costs by several groups, as rows of (group, ..., billionths of USD). The parameters are those of `sum_costs`."""
+    """Sum costs by several groups. The parameters are those of `sum_costs`.
+
+    Return rows of (group, ..., billionths of USD, number of calls without a price, billionths of estimated USD)."""
     columns = [GROUP_BY_COLUMNS[name] for name in groups]
     periods = _find_period_totals(groups, since, until, agents, filters)
     if periods is not None:
-        sums = periods.exclude(item="").values_list(*columns).annotate(nano=Sum("usd"))
-        return [(*row[:-1], int(row[-1])) for row in sums]
-    rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters)).order_by()
-    return [*rows.values_list(*columns).annotate(nano=sum_exact("usd"))]
+        sums: Any = periods.exclude(item="").values_list(*columns).annotate(*map(Sum, SUMMED_AMOUNTS[2:]))
+    else:
+        rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters)).order_by()
+        sums = rows.values_list(*columns).annotate(a=sum_exact("usd"), b=Sum("unpriced"), c=sum_exact("estimated_usd"))
+    return [(*row[:-3], *map(int, row[-3:])) for row in sums]
 
 
 def find_first_day_of_time(*, since: date, until: date, agents: Collection[str] | None = None, **filters: Any) -> date | None:

@@ -61,6 +61,11 @@ class CloseMonthForm(ReasonForm):
         field: Any = self.fields["month"]
         field.choices = [(month.isoformat(), f"{month:%Y-%m}") for month in months[:1]]
         field.help_text = "Months are closed in order, oldest first." if months else "No month is open."
+        self.account = account
+
+    def get_warnings(self) -> list[str]:
+        closed = Statement.objects.filter(account=self.account, month=self.cleaned_data["month"]).first()
+        return [f"Model calls of {closed.month:%Y-%m}: {closed.uncertainty}."] if closed and closed.uncertainty else []
 
 
 def _grant_credit(account: Account, actor: str, reason: str, now: datetime, usd: Decimal) -> bool:
@@ -175,6 +180,7 @@ class AccountAdmin(ConsoleModelAdmin):
                 SummaryField(
                     "This month",
                     month_cost.value,
+                    note=month_cost.note,
                     href=build_changelist_url("billing_costrecord", slice="month", account__id__exact=row.pk),
                 ),
                 SummaryField(

@@ -223,6 +223,7 @@ class BudgetAdmin(ConsoleModelAdmin):
         spent = budgets.get_spent(row, now)
         left = max(row.amount - spent, Decimal(0))
         updated = format_html("updated {}", render_time_ago(row.spent_at)) if row.spent_at else "not computed yet"
+        uncertain = "".join(f", {text}" for text in [str(budgets.get_uncertainty(row, now))] if text)
         subject = render_subjects([row]).get(row.pk, row.subject)
         scope = capfirst(Scope(row.scope).label) if row.subject else "every lease and unclaimed sandboxes"
         reserved = f"{format_usd(settings.MINIMUM_USD)} USD" if row.unit == Unit.USD else format_duration(settings.MINIMUM_TIME)
@@ -236,7 +237,7 @@ class BudgetAdmin(ConsoleModelAdmin):
             SummaryField(
                 "Spent",
                 format_usage(row, now),
-                note=format_html("{} {} %, {}", render_gauge(row, now), compute_percent_spent(row, now), updated),
+                note=format_html("{} {} %, {}{}", render_gauge(row, now), compute_percent_spent(row, now), updated, uncertain),
                 alarm=get_level(row, now) == "exhausted",
             ),
             SummaryField("Left", f"{format_amount(left, row)} {get_unit_label(row)}", note=f"of {format_usd(row.amount)}"),

@@ -11,7 +11,7 @@ from typing import Any
 from django.contrib import admin
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.core.exceptions import PermissionDenied
-from django.db.models import Count, Q, QuerySet
+from django.db.models import Count, Q, QuerySet, Sum
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, StreamingHttpResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.functional import cached_property
@@ -39,6 +39,7 @@ from billing.models import BillableItem, CostRecord, Rate, UsageKind, UsageRecor
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
 from billing.totals import BILLABLE_STATES
+from billing.uncertainty import Uncertainty
 from sandboxes.admin.base.changelist import TabbedChangeList, parse_uuid
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -56,10 +57,11 @@ from sandboxes.models import SandboxState
 MAX_USAGE_RECORDS_SHOWN = 50  # on the page of a cost record
 EXPORT_FIELDS = [
     "day", "account__name", "agent_did", "environment_id", "holder", "provider", "item", "quantity", "free", "usd",
-    "rate__usd", "rate",
+    "rate__usd", "rate", "estimated_usd", "unpriced",
 ]  # fmt: skip
 EXPORT_HEADER = [
     "day", "account", "agent", "environment", "lease", "provider", "item", "quantity", "free", "usd", "rate_usd", "rate",
+    "estimated_usd", "unpriced_calls",
 ]  # fmt: skip
 # Kind of usage behind an item. The items not listed are priced by time, or by use if their rate says so.
 USAGE_ITEM_BY_PRICED_ITEM = {
@@ -82,6 +84,7 @@ class CostTotals:
     usd: Decimal
     number: int
     items: list[tuple[str, Decimal]]
+    uncertainty: str
 
     @property
     def shown(self) -> str:
@@ -101,11 +104,19 @@ class CostChangeList(TabbedChangeList):
 
     @cached_property
     def totals(self) -> CostTotals:
-        sums = [*self.queryset.order_by().values_list("item").annotate(nano=sum_exact("usd"), number=Count("pk"))]
-        items = sorted(
-            ((BillableItem(item).label, nanos_to_decimal(nano)) for item, nano, _ in sums), key=lambda each: -each[1]
+        by_item = self.queryset.order_by().values_list("item")
+        sums = [
+            *by_item.annotate(
+                nano=sum_exact("usd"), number=Count("pk"), calls=Sum("unpriced"), estimated=sum_exact("estimated_usd")
+            )
+        ]
+        items = sorted(((BillableItem(row[0]).label, nanos_to_decimal(row[1])) for row in sums), key=lambda each: -each[1])
+        return CostTotals(
+            sum((amount for _, amount in items), Decimal(0)),
+            sum(row[2] for row in sums),
+            items,
+            str(Uncertainty(sum(int(row[3]) for row in sums), nanos_to_decimal(sum(row[4] for row in sums)))),
         )
-        return CostTotals(sum((amount for _, amount in items), Decimal(0)), sum(each[2] for each in sums), items)
 
     def build_export_url(self, shape: str) -> str:
         return f"{reverse('admin:billing_costrecord_export', args=[shape])}{self.get_query_string(remove=['p', 'e'])}"
@@ -146,6 +157,8 @@ class CostRecordAdmin(ReadOnlyModelAdmin):
         "quantity",
         "free",
         "usd",
+        "unpriced",
+        "estimated_usd",
     )
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[TabbedChangeList]:
@@ -181,15 +194,16 @@ class CostRecordAdmin(ReadOnlyModelAdmin):
         return format_quantity_brief(row.free) if row.free else "–"
 
     @display(description="USD")
-    def cost(self, row: CostRecord) -> str:
-        return format_money_aligned(row.usd)
+    def cost(self, row: CostRecord) -> SafeString | str:
+        usd, uncertainty = format_money_aligned(row.usd), str(Uncertainty(row.unpriced, row.estimated_usd))
+        return render_two_lines(usd, uncertainty) if uncertainty else usd
 
     def get_page_context(self, request: HttpRequest, row: CostRecord) -> dict[str, Any]:
         usage = _find_usage_records(row)
         records = [*usage[: MAX_USAGE_RECORDS_SHOWN + 1]] if row.item != BillableItem.PLAN else []
         return {
             "facts": [
-                SummaryField("USD", format_usd(row.usd)),
+                SummaryField("USD", format_usd(row.usd), note=str(Uncertainty(row.unpriced, row.estimated_usd))),
                 SummaryField(
                     "Day",
                     row.day,
@@ -274,9 +288,11 @@ def explain_amount(row: CostRecord) -> list[CalculationStep]:
     """Derive the amount: quantity minus allowance, times rate, exact, then rounded once."""
     label = BillableItem(row.item).label
     if row.rate is None:
+        estimated = f", {format_usd(row.estimated_usd)} of it estimated" if row.estimated_usd else ""
         return [
             CalculationStep(label.capitalize(), format_quantity(row.quantity), "priced individually when the calls ended"),
-            CalculationStep("USD", format_usd(row.usd), "sum over all calls"),
+            *([CalculationStep("Without a price", f"{row.unpriced:,}", "not included in the sum")] if row.unpriced else []),
+            CalculationStep("USD", format_usd(row.usd), f"sum over all calls{estimated}"),
         ]
     used = pricing.round_half_up(pricing.to_units(row.item, int(row.whole)))
     free = (

@@ -4,10 +4,13 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from django.db.models import Sum
+
 from billing import pricing
 from billing.models import CostRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
+from billing.uncertainty import Uncertainty
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, format_usd
 
 
@@ -45,9 +48,12 @@ def format_quantity_brief(quantity: Decimal) -> str:
 
 def build_total_cost_field(**filters: Any) -> SummaryField:
     """Build the total of the matching cost records, with a link to them. One query."""
-    nano = CostRecord.objects.filter(**filters).aggregate(nano=sum_exact("usd"))["nano"]
+    sums = CostRecord.objects.filter(**filters).aggregate(
+        usd=sum_exact("usd"), unpriced=Sum("unpriced", default=0), estimated=sum_exact("estimated_usd")
+    )
     return SummaryField(
         "Total cost",
-        f"{format_money(nanos_to_decimal(nano))} USD",
+        f"{format_money(nanos_to_decimal(sums['usd']))} USD",
+        note=str(Uncertainty(int(sums["unpriced"]), nanos_to_decimal(sums["estimated"]))),
         href=build_changelist_url("billing_costrecord", slice="all", **filters),
     )

@@ -139,7 +139,7 @@ def _build_fields(
             "Daily average", rate, note=f"over the last {pluralize(forecast.days, 'day', 'days')}" if forecast.days else ""
         ),
         SummaryField("Forecast for this month", f"{format_money(forecast.month)} USD", note="at the current daily average"),
-        SummaryField("Last 30 days", f"{format_money(costs.usd)} USD", href=all_url),
+        SummaryField("Last 30 days", f"{format_money(costs.usd)} USD", href=all_url, note=str(costs.uncertainty)),
         SummaryField(
             "Metered up to",
             render_time_ago(metered.at) if metered else "never",

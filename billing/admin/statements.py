@@ -17,6 +17,7 @@ from billing.admin.formatting import format_cents, format_quantity
 from billing.api.statements import find_lines, render_lines_csv
 from billing.models import BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
+from billing.uncertainty import Uncertainty
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import build_changelist_url, render_admin_link, render_time_ago, render_two_lines
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
@@ -33,7 +34,9 @@ class StatementAdmin(ReadOnlyModelAdmin):
     search_help_text = "Account (prefix)"
     ordering = ["-month", "-pk"]
     list_tabs = {"all": ListTab("All", "No statements yet. Close a month on an account's page once the month is over.")}
-    fieldsets = build_all_fields_fieldset("account", "month", "closed_at", "closed_by", "subtotal", "credit_used", "total")
+    fieldsets = build_all_fields_fieldset(
+        "account", "month", "closed_at", "closed_by", "subtotal", "credit_used", "total", "unpriced", "estimated_usd"
+    )
     change_form_outer_before_template = "admin/billing/statement/document.html"
 
     def annotate_rows(self, rows: list[Statement]) -> None:
@@ -71,8 +74,8 @@ class StatementAdmin(ReadOnlyModelAdmin):
         return format_cents(row.credit_used) if row.credit_used else "–"
 
     @display(description="Amount due, USD")
-    def amount_due(self, row: Statement) -> str:
-        return format_cents(row.total)
+    def amount_due(self, row: Statement) -> SafeString | str:
+        return render_two_lines(format_cents(row.total), row.uncertainty) if row.uncertainty else format_cents(row.total)
 
     @display(description="Lines")
     def line_count(self, row: Statement) -> str:
@@ -95,12 +98,22 @@ class StatementAdmin(ReadOnlyModelAdmin):
             "subtotal": format_cents(row.subtotal),
             "credit_used": format_cents(-row.credit_used) if row.credit_used else "",
             "total": format_cents(row.total),
+            "uncertainty": row.uncertainty,
             "is_refund": row.total < 0,
             "costs": build_changelist_url(
                 "billing_costrecord", slice="all", account__id__exact=row.account_id, day_from=row.month,
                 day_to=statements.last_day_of_month(row.month),
             ),
         }  # fmt: skip
+
+
+def _describe_uncertainty(line: StatementLine) -> str:
+    """Describe the uncertainty of a line, with a sign in a correction."""
+    if line.kind == StatementLine.Kind.USAGE:
+        return str(Uncertainty(line.unpriced, line.estimated_usd))
+    estimated = f"{line.estimated_usd:+,f} USD estimated" if line.estimated_usd else ""
+    unpriced = f"{line.unpriced:+,} calls without a price" if line.unpriced else ""
+    return ", ".join(filter(None, (estimated, unpriced)))
 
 
 def _build_line(line: StatementLine) -> dict[str, Any]:
@@ -111,6 +124,7 @@ def _build_line(line: StatementLine) -> dict[str, Any]:
         "month": f"{line.for_month:%Y-%m}",
         "quantity": format_quantity(line.quantity),
         "free": format_quantity(line.free) if line.free else "–",
+        "uncertainty": _describe_uncertainty(line),
         "rate": format_decimal(line.rate.usd) if line.rate else "as stated" if line.item == BillableItem.LLM else "–",
         "rate_from": f"from {line.rate.valid_from:%Y-%m-%d %H:%M}" if line.rate else "",
         "usd": format_cents(line.usd),

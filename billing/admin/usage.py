@@ -18,6 +18,7 @@ from unfold.decorators import display
 
 from billing.dates import start_of_next_month, to_utc_date
 from billing.models import UsageKind, UsageRecord
+from billing.uncertainty import Uncertainty
 from sandboxes.admin.base.changelist import ListTab, parse_uuid
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -114,7 +115,9 @@ def render_usage_source(row: UsageRecord) -> SafeString:
 
 def format_usage_amount(row: UsageRecord) -> str:
     if row.item == UsageKind.TOKENS:
-        return f"{pluralize(row.calls, 'call', 'calls')}, {format_usd(row.usd)} USD"
+        uncertainty = str(Uncertainty(row.unpriced, row.estimated_usd))
+        note = f" ({uncertainty})" if uncertainty else ""
+        return f"{pluralize(row.calls, 'call', 'calls')}, {format_usd(row.usd)} USD{note}"
     if row.item == UsageKind.RUNS:
         return pluralize(row.calls, "run", "runs")
     if row.item == UsageKind.USE:
@@ -152,7 +155,7 @@ class UsageRecordAdmin(ReadOnlyModelAdmin):
         "item", "source", "day", "began_at", "ended_at", "sandbox", "holder", "agent_did", "environment_id", "provider",
         "state", "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros",
         "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens",
-        "output_tokens", "usd",
+        "output_tokens", "usd", "estimated", "estimated_usd",
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:

@@ -1,7 +1,7 @@
 """Cost report, as JSON or CSV."""
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from decimal import Decimal
 from io import StringIO
 from typing import Any
@@ -31,6 +31,7 @@ from billing.intervals import MICROSECOND
 from billing.models import BillableItem
 from billing.pricing import format_decimal
 from billing.totals import GROUP_BY_COLUMNS, CostTotal, sum_costs
+from billing.uncertainty import Uncertainty
 
 ZERO_USD = Decimal(0)
 ITEM_NAMES = [str(item) for item in BillableItem.values]
@@ -54,6 +55,8 @@ class CostTotalSerializer(serializers.Serializer):
         help_text="Value of the attribute in `by`; empty for a plan, or for a sandbox that no lease held."
     )
     usd = serializers.CharField(help_text="Decimal number.")
+    estimated_usd = serializers.CharField(help_text="Estimated part of `usd`, of model calls whose usage is unknown.")
+    unpriced_calls = serializers.IntegerField(help_text="Number of model calls without a price, which `usd` does not include.")
     hours = serializers.CharField(allow_null=True, help_text="Sandbox hours; null if grouped by item.")
     quantities = serializers.DictField(child=serializers.CharField(), help_text="Quantity of each item, in its unit.")
     free = serializers.DictField(child=serializers.CharField(), help_text="Part of each quantity that an allowance covers.")
@@ -65,6 +68,10 @@ class CostReportSerializer(serializers.Serializer):
     until = serializers.DateField(allow_null=True)
     metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
     total_usd = serializers.CharField(help_text="Total of all results, including results beyond the limit.")
+    total_estimated_usd = serializers.CharField(help_text="Estimated part of `total_usd`.")
+    total_unpriced_calls = serializers.IntegerField(
+        help_text="Number of model calls without a price, which `total_usd` does not include."
+    )
     left_out = serializers.IntegerField(help_text="Number of results beyond the limit.")
     results = CostTotalSerializer(many=True)
 
@@ -96,17 +103,29 @@ class CostsView(APIView):
                 "since": format_day(since),
                 "until": format_day(until),
                 "metered_at": get_metered_at(),
-                "total_usd": format_decimal(sum((total.usd for total in totals), ZERO_USD)),
+                **render_sums(totals),
                 "left_out": max(len(totals) - limit, 0),
                 "results": [render_cost_total(total) for total in totals[:limit]],
             }
         )
 
 
+def render_sums(totals: Collection[CostTotal]) -> dict[str, Any]:
+    """Serialize the total of all groups."""
+    uncertainty = Uncertainty.sum(totals)
+    return {
+        "total_usd": format_decimal(sum((total.usd for total in totals), ZERO_USD)),
+        "total_estimated_usd": format_decimal(uncertainty.estimated_usd),
+        "total_unpriced_calls": uncertainty.unpriced,
+    }
+
+
 def render_cost_total(total: CostTotal) -> dict[str, Any]:
     return {
         "key": total.key,
         "usd": pricing.format_decimal(total.usd),
+        "estimated_usd": format_decimal(total.estimated_usd),
+        "unpriced_calls": total.unpriced,
         "hours": format_hours(total),
         "quantities": {item: pricing.format_decimal(amount) for item, amount in sorted(total.quantities.items())},
         "free": {item: pricing.format_decimal(amount) for item, amount in sorted(total.free.items())},
@@ -120,11 +139,14 @@ def format_hours(total: CostTotal) -> str | None:
 
 
 def render_costs_csv(by: str, totals: Iterable[CostTotal]) -> str:
-    """Return a table with one line per group: cost, sandbox hours and quantities by item, empty where there are none."""
+    """Return a table with one line per group: cost, sandbox hours, and quantities by item, empty where there are none.
+
+    The last columns are the estimated part of the cost and the number of model calls without a price."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([by, "usd", "hours", *ITEM_NAMES])
+    writer.writerow([by, "usd", "hours", *ITEM_NAMES, "estimated_usd", "unpriced_calls"])
     for total in totals:
         quantities = [pricing.format_decimal(total.quantities[item]) if item in total.quantities else "" for item in ITEM_NAMES]
-        writer.writerow([total.key, pricing.format_decimal(total.usd), format_hours(total) or "", *quantities])
+        uncertainty = [format_decimal(total.estimated_usd), total.unpriced]
+        writer.writerow([total.key, format_decimal(total.usd), format_hours(total) or "", *quantities, *uncertainty])
     return text.getvalue()

@@ -74,6 +74,11 @@ class StatementLineSerializer(serializers.Serializer):
         help_text="(quantity - free) x rate_usd, rounded half up to cents. A correction is the difference to what was billed."
     )
     status = serializers.CharField(help_text="final, or preliminary for a month that is not closed.")
+    estimated_usd = serializers.CharField(help_text="Estimated part of `usd`.")
+    unpriced_calls = serializers.IntegerField(
+        help_text="Number of model calls without a price, which `usd` does not include; negative in a correction of calls "
+        "that have a price since."
+    )
 
 
 class StatementSerializer(serializers.Serializer):
@@ -83,6 +88,10 @@ class StatementSerializer(serializers.Serializer):
     subtotal_usd = serializers.CharField(help_text="Sum of the lines.")
     credit_used_usd = serializers.CharField()
     total_usd = serializers.CharField(help_text="Amount due; negative: refund.")
+    estimated_usd = serializers.CharField(help_text="Estimated part of the usage of this month, without corrections.")
+    unpriced_calls = serializers.IntegerField(
+        help_text="Number of model calls of this month without a price, which the amounts do not include."
+    )
 
 
 class StatementDetailSerializer(StatementSerializer):
@@ -185,6 +194,8 @@ def render_statement(row: Statement) -> dict[str, Any]:
         "subtotal_usd": str(row.subtotal),
         "credit_used_usd": str(row.credit_used),
         "total_usd": str(row.total),
+        "estimated_usd": str(row.estimated_usd),
+        "unpriced_calls": row.unpriced,
     }
 
 
@@ -194,9 +205,7 @@ def render_statement_detail(row: Statement) -> dict[str, Any]:
 
 def render_preview_detail(account: Account, month: date, lines: Sequence[StatementLine]) -> dict[str, Any]:
     """Serialize the lines of an open month like a statement that uses the credit of now."""
-    subtotal = sum((line.usd for line in lines), statements.ZERO_USD)
-    used = min(statements.get_balance(account), max(subtotal, statements.ZERO_USD))
-    draft = Statement(account=account, month=month, subtotal=subtotal, credit_used=used, total=subtotal - used)
+    draft = statements.build_statement(account, month, lines)
     return render_statement(draft) | {"lines": [render_statement_line(line, preliminary=True) for line in lines]}
 
 
@@ -214,6 +223,8 @@ def render_statement_line(line: StatementLine, *, preliminary: bool = False) -> 
         "rate_from": f"{line.rate.valid_from:%Y-%m-%dT%H:%M:%SZ}" if line.rate else "",
         "usd": str(line.usd),
         "status": "preliminary" if preliminary else "final",
+        "estimated_usd": str(line.estimated_usd),
+        "unpriced_calls": line.unpriced,
     }
 
 

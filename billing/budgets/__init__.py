@@ -47,7 +47,7 @@ from billing.budgets.admission import (
 from billing.budgets.call_admission import check_call, sum_lease_calls
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
-from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent
+from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent, get_uncertainty
 from billing.budgets.reservation import (
     SWEEP_INTERVAL,
     ReservationBasis,
@@ -90,6 +90,7 @@ __all__ = [
     "get_period_bounds",
     "get_spent",
     "get_stop_delay",
+    "get_uncertainty",
     "is_exhausted",
     "is_over",
     "lock_for_grant",

@@ -8,6 +8,7 @@ from django.db.models import Q
 from billing.dates import EPOCH, start_of_day, start_of_next_month, to_utc_date
 from billing.models import Budget
 from billing.models.budgets import Period
+from billing.uncertainty import Uncertainty
 
 
 def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | None]:
@@ -26,6 +27,12 @@ def get_period_bounds(period: str, now: datetime) -> tuple[datetime, datetime | 
 def get_spent(budget: Budget, now: datetime) -> Decimal:
     """Return the recorded spending in the current period; 0 until a new period's first update."""
     return budget.spent if budget.period_began == get_period_bounds(budget.period, now)[0] else Decimal(0)
+
+
+def get_uncertainty(budget: Budget, now: datetime) -> Uncertainty:
+    """Return the uncertainty of `get_spent`."""
+    is_current = budget.period_began == get_period_bounds(budget.period, now)[0]
+    return Uncertainty(budget.unpriced, budget.estimated_usd) if is_current else Uncertainty()
 
 
 def build_marked_filter(mark: str, now: datetime) -> Q:

@@ -7,17 +7,24 @@ from fractions import Fraction
 from typing import NamedTuple
 from uuid import UUID
 
-from django.db.models import Q, QuerySet
+from django.db.models import Q, QuerySet, Sum
 
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.scopes import build_cost_filter, build_usage_filters, find_open_tabs
-from billing.hourly import sum_hourly_call_usd, sum_hourly_sandbox_usd, sum_hourly_time, sum_hourly_usd
+from billing.hourly import (
+    sum_hourly_call_usd,
+    sum_hourly_sandbox_usd,
+    sum_hourly_time,
+    sum_hourly_uncertainty,
+    sum_hourly_usd,
+)
 from billing.intervals import MICROSECOND
 from billing.models import BillableItem, Budget, CostRecord, Tab, UsageKind, UsageRecord
 from billing.models.budgets import Period, Unit
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import round_half_up
 from billing.totals import BILLABLE_STATES, TOTAL_DURATION
+from billing.uncertainty import Uncertainty
 
 HOUR = timedelta(hours=1)
 NINE_PLACES = Decimal("1e-9")
@@ -31,10 +38,11 @@ class DailySpending(NamedTuple):
 
 
 class Spending(NamedTuple):
-    """Spending of a period in the budget's unit, and the part of it that is model calls."""
+    """Spending of a period in the budget's unit, the part of it that is model calls, and the uncertainty of that part."""
 
     total: Decimal
     calls: Decimal
+    uncertainty: Uncertainty = Uncertainty()
 
 
 def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Spending:
@@ -45,11 +53,14 @@ def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Spen
         parts = build_usage_filters(budget, began)
         calls = sum(sum_hourly_call_usd(began, ends, parts).values(), Fraction(0))
         sandboxes = sum(sum_hourly_sandbox_usd(began, ends, parts).values(), Fraction(0))
-        return Spending(round_half_up(calls + sandboxes), round_half_up(calls))
+        return Spending(round_half_up(calls + sandboxes), round_half_up(calls), sum_hourly_uncertainty(began, ends, parts))
     if budget.unit == Unit.USD:
-        by_item = {"total": sum_exact("usd"), "calls": sum_exact("usd", Q(item=BillableItem.LLM))}
-        sums = _find_cost_records(budget, began, ends).aggregate(**by_item)
-        return Spending(nanos_to_decimal(sums["total"]), nanos_to_decimal(sums["calls"]))
+        sums = _find_cost_records(budget, began, ends).aggregate(
+            total=sum_exact("usd"), calls=sum_exact("usd", Q(item=BillableItem.LLM)),
+            unpriced=Sum("unpriced", default=0), estimated=sum_exact("estimated_usd"),
+        )  # fmt: skip
+        uncertainty = Uncertainty(int(sums["unpriced"]), nanos_to_decimal(sums["estimated"]))
+        return Spending(nanos_to_decimal(sums["total"]), nanos_to_decimal(sums["calls"]), uncertainty)
     durations = [part.aggregate(sum=TOTAL_DURATION)["sum"] for part in _find_time_records(budget, began, ends)]
     return Spending(to_hours(sum(filter(None, durations), timedelta(0))).quantize(NINE_PLACES), Decimal(0))
 

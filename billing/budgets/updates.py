@@ -23,8 +23,8 @@ from sandboxes.webhooks import outbox
 log = structlog.get_logger(__name__)
 OPERATOR_FIELDS = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]
 UPDATED_FIELDS = [
-    "spent", "calls_spent", "calls_before", "calls_day", "reserved", "spent_at", "period_began", "warned_for", "exhausted_for",
-    "exhausted_at",
+    "spent", "unpriced", "estimated_usd", "calls_spent", "calls_before", "calls_day", "reserved", "spent_at", "period_began",
+    "warned_for", "exhausted_for", "exhausted_at",
 ]  # fmt: skip
 GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  # a change of one restarts the grace period
 
@@ -49,6 +49,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         changes = []
         if locked and not horizon.is_rebuilding():
             locked.spent, locked.calls_spent, locked.spent_at, locked.period_began = spent.total, spent.calls, now, began
+            locked.unpriced, locked.estimated_usd = spent.uncertainty
             locked.calls_before, locked.calls_day = calls_before, to_utc_date(now)
             locked.reserved = compute_reservation(locked, now=now)
             changes = _apply_thresholds(locked, now=now)

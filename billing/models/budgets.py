@@ -78,6 +78,14 @@ class Budget(models.Model):
         max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
         help_text="Reservation of the running sandboxes at the last update.",
     )  # fmt: skip
+    unpriced = models.PositiveBigIntegerField(
+        default=0, db_default=0, editable=False,
+        help_text="Number of model calls without a price, which the amount spent does not include.",
+    )  # fmt: skip
+    estimated_usd = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        help_text="Estimated part of the amount spent.",
+    )  # fmt: skip
     spent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Last update of the amount spent.")
     period_began = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start of the period of the amount spent."

@@ -32,6 +32,11 @@ class CostRecord(models.Model):
         max_digits=18, decimal_places=9, default=Decimal(0), help_text="Part of the quantity within the allowance."
     )
     usd = models.DecimalField("USD", max_digits=18, decimal_places=9)
+    unpriced = models.PositiveBigIntegerField(default=0, db_default=0, help_text="Number of model calls with unknown cost.")
+    estimated_usd = models.DecimalField(
+        "estimated, USD", max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0),
+        help_text="Estimated part of the cost.",
+    )  # fmt: skip
 
     class Meta:
         default_permissions = ("view",)

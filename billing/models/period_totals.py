@@ -7,7 +7,8 @@ from billing.models.accounts import Account
 from billing.models.rates import BillableItem
 from billing.models.usage import Watermark
 
-COSTS_WATERMARK, TOTALS_WATERMARK = "costs", "totals"
+COSTS_WATERMARK = "costs"
+TOTALS_WATERMARK = "totals-2"  # a version with further amounts takes another name: its first pass derives all totals anew
 
 
 class PeriodTotal(models.Model):
@@ -31,6 +32,10 @@ class PeriodTotal(models.Model):
     quantity = models.BigIntegerField(help_text="In billionths of the unit.")
     free = models.BigIntegerField(help_text="In billionths of the unit.")
     usd = models.BigIntegerField("USD", help_text="In billionths.")
+    unpriced = models.BigIntegerField(default=0, db_default=0, help_text="Number of model calls with unknown cost.")
+    estimated_usd = models.BigIntegerField(
+        "estimated, USD", default=0, db_default=0, help_text="Estimated part of the cost, in billionths."
+    )
     micros = models.BigIntegerField("sandbox time", help_text="In microseconds.")
 
     class Meta:

@@ -10,6 +10,7 @@ from django.db.models import F, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 from django.db.models.lookups import Exact
 
+from billing.uncertainty import Uncertainty
 from sandboxes.db.expressions import DayOfMonth
 
 __all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementLine"]
@@ -95,6 +96,11 @@ class Statement(AppendOnlyModel):
     closed_at = models.DateTimeField()
     closed_by = models.CharField(max_length=255)
     subtotal = models.DecimalField(max_digits=15, decimal_places=2, help_text="Sum of the lines.")
+    unpriced = models.BigIntegerField(default=0, db_default=0, help_text="Number of the month's model calls without a price.")
+    estimated_usd = models.DecimalField(
+        "estimated, USD", max_digits=15, decimal_places=2, default=Decimal(0), db_default=Decimal(0),
+        help_text="Estimated part of the month's usage.",
+    )  # fmt: skip
     credit_used = models.DecimalField(max_digits=15, decimal_places=2)
     total = models.DecimalField(max_digits=15, decimal_places=2)
 
@@ -112,6 +118,11 @@ class Statement(AppendOnlyModel):
 
     def __str__(self) -> str:
         return f"{self.account} {self.month:%Y-%m}"
+
+    @property
+    def uncertainty(self) -> str:
+        """Estimated part of the month's usage, and calls without a price, as text. Empty if there are none."""
+        return str(Uncertainty(self.unpriced, self.estimated_usd))
 
 
 class StatementLine(AppendOnlyModel):
@@ -142,6 +153,11 @@ class StatementLine(AppendOnlyModel):
         "billing.Rate", on_delete=models.PROTECT, null=True, blank=True, related_name="+", help_text="Empty for model calls."
     )
     usd = models.DecimalField("USD", max_digits=15, decimal_places=2)
+    unpriced = models.BigIntegerField(default=0, db_default=0, help_text="Number of model calls without a price.")
+    estimated_usd = models.DecimalField(
+        "estimated, USD", max_digits=15, decimal_places=2, default=Decimal(0), db_default=Decimal(0),
+        help_text="Estimated part of the amount.",
+    )  # fmt: skip
 
     class Meta:
         default_permissions = ("view",)

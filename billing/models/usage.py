@@ -112,6 +112,13 @@ class UsageRecord(models.Model):
     cached_tokens = models.PositiveBigIntegerField(default=0)
     output_tokens = models.PositiveBigIntegerField(default=0)
     usd = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Cost of model calls.")
+    estimated = models.PositiveBigIntegerField(
+        default=0, db_default=0, help_text="Number of model calls with an estimated cost."
+    )
+    estimated_usd = models.DecimalField(
+        "estimated, USD", max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0),
+        help_text="Estimated part of the cost.",
+    )  # fmt: skip
 
     objects = UsageRecordQuerySet.as_manager()
 

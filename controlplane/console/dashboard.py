@@ -207,9 +207,13 @@ def build_spending_tiles(now: datetime) -> list[Tile]:
     today, month = overview.get_costs_to_date(now)
     href, view_permission = reverse("spending"), "billing.costrecord"
     return [
-        Tile("Cost today", format_money_brief(today), href, note="USD", view_permission=view_permission),
-        Tile("Cost this month", format_money_brief(month), href, note="USD", view_permission=view_permission),
+        Tile(title, format_money_brief(cost.usd), href, note=_format_usd_note(cost), view_permission=view_permission)
+        for title, cost in (("Cost today", today), ("Cost this month", month))
     ]
+
+
+def _format_usd_note(cost: overview.CostToDate) -> str:
+    return ", ".join(filter(None, ("USD", str(cost.uncertainty))))
 
 
 def build_budget_tiles(now: datetime) -> list[Tile]:

@@ -41,6 +41,15 @@ class BudgetSerializer(serializers.Serializer):
     spent = serializers.CharField(
         allow_null=True, help_text="Decimal number in `unit`: known spending in this period; null: not disclosed to this key."
     )
+    estimated_usd = serializers.CharField(
+        allow_null=True,
+        help_text="Estimated part of `spent`, in USD; 0 for a budget in hours; null: not disclosed to this key.",
+    )
+    unpriced_calls = serializers.IntegerField(
+        allow_null=True,
+        help_text="Number of model calls in this period without a price, which `spent` does not include; 0 for a budget in "
+        "hours; null: not disclosed to this key.",
+    )
     reserved = serializers.CharField(
         allow_null=True,
         help_text="Decimal number in `unit`: price of the running sandboxes until they could be stopped, usage that is not "
@@ -83,6 +92,7 @@ class BudgetListView(ApiView):
         disclosure = budgets.get_disclosure(budget.scope, budget.subject, **self.caller.budget_access)
         spends, amounts = disclosure == Disclosure.SPENDING, disclosure != Disclosure.NOTHING
         spent, resets_at = budgets.get_spent(budget, self.now), budgets.get_period_bounds(budget.period, self.now)[1]
+        uncertainty = budgets.get_uncertainty(budget, self.now)
         reserved = budgets.compute_reservation(budget, now=self.now, basis=basis)
         return {
             "id": budget.pk,
@@ -96,6 +106,8 @@ class BudgetListView(ApiView):
             "grace_seconds": budget.grace.total_seconds(),
             "active": budget.active,
             "spent": format_decimal(spent) if spends else None,
+            "estimated_usd": format_decimal(uncertainty.estimated_usd) if spends else None,
+            "unpriced_calls": uncertainty.unpriced if spends else None,
             "reserved": format_decimal(reserved) if spends else None,
             "spent_at": format_optional_timestamp(budget.spent_at),
             "exhausted": budgets.is_over(budget, spent, reserved),

@@ -235,6 +235,13 @@ def test_an_hourly_budget_has_a_page_with_its_hour_and_its_spenders(viewer: Clie
     assert Budget.objects.get(pk=usd.pk).spent >= Decimal("0.5")
 
 
+def test_the_page_names_the_estimated_part_and_the_unpriced_calls(viewer: Client) -> None:
+    row = budget(1, unit="usd")
+    assert "without a price" not in fetch(viewer, row_url(row))
+    Budget.objects.update(estimated_usd="0.25", unpriced=5)
+    assert ", 0.25 USD estimated, 5 calls without a price" in fetch(viewer, row_url(row))
+
+
 # --- other pages ------------------------------------------------------------------------------------------------------
 
 

@@ -167,7 +167,7 @@ def test_an_export_has_every_amount_in_full(viewer: Client, used: Account) -> No
     assert line == {
         "day": str(LAST), "account": "team", "agent": ADA, "environment": "game-1", "lease": str(derive_lease_id(ADA)),
         "provider": "acme", "item": "time", "quantity": "10", "free": "2", "usd": "2", "rate_usd": "0.25",
-        "rate": str(Rate.objects.get(provider="acme").pk),
+        "rate": str(Rate.objects.get(provider="acme").pk), "estimated_usd": "0", "unpriced_calls": "0",
     }  # fmt: skip
 
 
@@ -231,6 +231,24 @@ def test_a_lease_and_an_agent_show_their_cost_and_link_to_it(viewer: Client, lea
         assert usd in shown
         assert f"/admin/billing/costrecord/?{query.replace('&', '&amp;')}" in shown
         assert f"{usd}</strong>" in page(viewer, f"billing/costrecord/?{query}")
+
+
+def test_pages_name_estimated_and_unpriced_calls(viewer: Client, team: Account) -> None:
+    create_token_usage(on(LAST), "1", provider="acme")
+    price()
+    paths = ["billing/costrecord/?slice=all", "billing/usagerecord/?slice=all", "spending/", "", row_url(team)]
+    assert not [path for path in paths if "without a price" in fetch(viewer, urljoin("/admin/", path))]
+    create_token_usage(on(TODAY), "3", 9, unpriced=5, estimated=1, estimated_usd="0.125", provider="acme")
+    price()
+    cache.clear()
+    row = CostRecord.objects.get(day=TODAY)
+    for path in (*paths, row_url(row)):
+        assert "0.13 USD estimated, 5 calls without a price" in fetch(viewer, urljoin("/admin/", path)), path
+    assert [(step.label, step.amount, step.note) for step in explain_amount(row)][1:] == [
+        ("Without a price", "5", "not included in the sum"), ("USD", "3", "sum over all calls, 0.125 of it estimated"),
+    ]  # fmt: skip
+    exported = [*csv.DictReader(io.StringIO(page(viewer, f"billing/costrecord/export/csv/?slice=all&day_from={TODAY}")))]
+    assert [(each["estimated_usd"], each["unpriced_calls"]) for each in exported] == [("0.125", "5")]
 
 
 # --- spending ---------------------------------------------------------------------------------------------------------
@@ -500,6 +518,18 @@ def test_months_are_closed_in_order_on_the_accounts_page(administrator: Client, 
     assert LogEntry.objects.filter(object_id=str(used.pk))[0].get_change_message() == "Close month: it was agreed"
     assert "Amount due, USD" in fetch(administrator, row_url(made))
     assert "Close month" not in fetch(administrator, row_url(used))
+
+
+def test_a_closed_month_names_estimated_and_unpriced_calls(administrator: Client, team: Account) -> None:
+    create_token_usage(on(LAST), "3", 9, unpriced=5, estimated=1, estimated_usd="0.125", provider="acme")
+    price()
+    note = "0.13 USD estimated, 5 calls without a price"
+    answer = administrator.post(row_url(team, "close_month"), {**WHY, "month": str(LAST)})
+    assert list_messages(answer)[-1] == f"Model calls of {LAST:%Y-%m}: {note}."
+    shown = fetch(administrator, row_url(Statement.objects.get()))
+    assert f"Model calls of this month: {note}." in shown
+    assert shown.count(note) == 3, "in the message of the button, in its line and below the sum"
+    assert note in page(administrator, "billing/statement/")
 
 
 def test_a_statement_shows_the_corrected_month(viewer: Client, used: Account) -> None:

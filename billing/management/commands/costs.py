@@ -2,17 +2,19 @@
 
 import json as encoding
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from billing.api.costs import ZERO_USD, CostQuerySerializer, format_hours, render_cost_total, render_costs_csv
+from billing.api.costs import ZERO_USD, CostQuerySerializer, format_hours, render_cost_total, render_costs_csv, render_sums
 from billing.api.views import format_day
 from billing.management.options import format_table, validate_options
 from billing.pricing import CENT_PLACES, format_decimal, round_half_up
 from billing.totals import GROUP_BY_COLUMNS, CostTotal, sum_costs
+from billing.uncertainty import Uncertainty
 
 
 class Command(BaseCommand):
@@ -33,20 +35,26 @@ class Command(BaseCommand):
         by, since, until = filters.pop("by"), filters.pop("since", None), filters.pop("until", None)
         del filters["limit"]  # the command prints all groups
         totals = sum_costs(by, since=since, until=until, **filters)
-        total = sum((each.usd for each in totals), ZERO_USD)
         if csv:
             self.stdout.write(render_costs_csv(by, totals), ending="")
         elif json:
-            header = {"by": by, "since": format_day(since), "until": format_day(until), "total_usd": format_decimal(total)}
+            header = {"by": by, "since": format_day(since), "until": format_day(until)} | render_sums(totals)
             self.stdout.write(encoding.dumps(header | {"results": [render_cost_total(each) for each in totals]}))
         else:
-            self.stdout.write(
-                format_table([by, "hours", "USD"], [*map(_format_row, totals), ["total", "", _format_usd(total)]])
-            )
+            self.stdout.write(_format_totals(by, totals))
 
 
-def _format_row(total: CostTotal) -> list[str]:
-    return [total.key or "(none)", format_hours(total) or "", _format_usd(total.usd)]
+def _format_totals(by: str, totals: Sequence[CostTotal]) -> str:
+    """Format the groups and their total as a table. The columns of estimates and of unpriced calls are left out if empty."""
+    usd, uncertainty = sum((each.usd for each in totals), ZERO_USD), Uncertainty.sum(totals)
+    rows = [[each.key or "(none)", format_hours(each) or "", _format_usd(each.usd)] for each in totals]
+    header, rows = [by, "hours", "USD"], [*rows, ["total", "", _format_usd(usd)]]
+    if uncertainty != Uncertainty():
+        header += ["USD estimated", "unpriced calls"]
+        parts: list[CostTotal | Uncertainty] = [*totals, uncertainty]
+        for row, each in zip(rows, parts, strict=True):
+            row += [_format_usd(each.estimated_usd) if each.estimated_usd else "", f"{each.unpriced or ''}"]
+    return format_table(header, rows)
 
 
 def _format_usd(amount: Decimal) -> str:

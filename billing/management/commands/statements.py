@@ -59,6 +59,9 @@ class Command(BaseCommand):
             self.stdout.write(encoding.dumps({"results": [_render_json_statement(row) for row in rows]}))
         else:
             self.stdout.write(format_table(["account", "month", "USD", "credit", "to pay"], [*map(_format_row, rows)]))
+            for row in rows:
+                if note := row.uncertainty:
+                    self.stdout.write(f"{row}: {note}")
         if refused:
             raise CommandError("\n".join(refused))
 
@@ -109,10 +112,21 @@ def _format_detail(detail: dict[str, Any], *, preliminary: bool) -> str:
          line["rate_usd"] or "-", line["usd"]]
         for line in detail["lines"]
     ]  # fmt: skip
-    credit = str(-Decimal(detail["credit_used_usd"]))
-    sums = (("subtotal", detail["subtotal_usd"]), ("credit used", credit), ("to pay", detail["total_usd"]))
+    sums = [[name, "", "", "", "", "", "", usd] for name, usd in _list_sums(detail)]
+    uncertain = [(Decimal(line["estimated_usd"]), line["unpriced_calls"]) for line in detail["lines"]]
+    if any(map(any, uncertain)):
+        header += ["USD estimated", "unpriced calls"]
+        for row, (estimated, unpriced) in zip(lines, uncertain, strict=True):
+            row += [f"{estimated or ''}", f"{unpriced or ''}"]
+        for row in sums:
+            row += ["", ""]
     note = "preliminary: this month is not closed\n" if preliminary else ""
-    return note + format_table(header, [*lines, *([name, "", "", "", "", "", "", usd] for name, usd in sums)])
+    return note + format_table(header, [*lines, *sums])
+
+
+def _list_sums(detail: dict[str, Any]) -> list[tuple[str, str]]:
+    credit = str(-Decimal(detail["credit_used_usd"]))
+    return [("subtotal", detail["subtotal_usd"]), ("credit used", credit), ("to pay", detail["total_usd"])]
 
 
 def _format_row(row: Statement) -> list[str]:

@@ -156,4 +156,6 @@ def _format_budget(budget: Budget) -> str:
         notes.append("EXHAUSTED")
     elif day := predict_exhaustion_date(budget, now):
         notes.append(f"exhausted {'in this hour' if budget.period == Period.HOUR else f'on {day}'} at the current rate")
+    if uncertainty := str(budgets.get_uncertainty(budget, now)):
+        notes.insert(0, uncertainty)
     return f"{budget.pk} {budget}: {format_decimal(spent)} spent ({', '.join(notes)})"

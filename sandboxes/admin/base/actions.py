@@ -44,12 +44,16 @@ class ReasonForm(BaseDialogForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.warnings: list[str] = []  # shown after the action has changed something
+        self.warnings: list[str] = []
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Cleaned fields that a verb takes, by name."""
         return {name: value for name, value in self.cleaned_data.items() if not name.startswith("_")}
+
+    def get_warnings(self) -> list[str]:
+        """Return the warnings to show after the action has changed something."""
+        return self.warnings
 
     def add_refusal(self, refusal: SandboxError) -> None:
         """Show a refusal at the field that it names, or above the fields."""
@@ -243,7 +247,7 @@ class ActionModelAdmin(ModelAdmin):
 
     def _report_success(self, request: HttpRequest, declared: AdminAction | CreateAction, form: ReasonForm) -> None:
         messages.success(request, f"{pluralize(1, *self._verbose_names)} {declared.done}.")
-        for warning in form.warnings:
+        for warning in form.get_warnings():
             messages.warning(request, warning)
 
     def get_row_url(self, row: Model) -> str:

@@ -111,7 +111,7 @@ def test_an_agents_key_reads_figures_only_of_budgets_of_its_own(ada: ApiClient, 
     for scope, subject in scopes.items():
         mark_exhausted(create_budget(9, scope=scope, subject=subject, hard=False))
     assert ada.post("leases", acquire_body()).status_code == 201
-    figures = ("amount", "spent", "runs_out")
+    figures = ("amount", "spent", "estimated_usd", "unpriced_calls", "runs_out")
     shown = {row["scope"]: row for row in ada.get("budgets").json()["results"]}
     assert {scope: [name for name in figures if row[name] is not None] for scope, row in shown.items()} == {
         "agent": [*figures], "key": [*figures], "environment_type": ["amount"], "account": [], "all": [],
@@ -149,6 +149,7 @@ def test_a_budget_is_returned_whole_and_is_read_only(operator: ApiClient) -> Non
     ada = operator
     budget = create_budget("1.50", "usd", warn_percent=50, grace=timedelta(seconds=90))
     mark_exhausted(budget)
+    Budget.objects.update(estimated_usd="0.250000000", unpriced=5)
     (shown,) = ada.get("budgets").json()["results"]
     ends = budgets.get_period_bounds("day", timezone.now())[1]
     assert ends is not None
@@ -157,6 +158,7 @@ def test_a_budget_is_returned_whole_and_is_read_only(operator: ApiClient) -> Non
     assert shown == {
         "id": budget.pk, "scope": "all", "subject": "", "unit": "usd", "amount": "1.5", "period": "day", "hard": True,
         "warn_percent": 50, "grace_seconds": 90, "active": True, "spent": "1.5", "reserved": "0", "exhausted": True,
+        "estimated_usd": "0.25", "unpriced_calls": 5,
         "runs_out": f"{ends - timedelta(days=1):%Y-%m-%d}",
     }  # fmt: skip
     for method in ("POST", "PUT", "DELETE"):

@@ -79,10 +79,13 @@ def test_a_response_names_its_period_and_grouping(operator: ApiClient) -> None:
     metering.meter_usage(now=NOW)
     result = operator.get("costs?by=day&since=2026-11-01&until=2026-11-04&limit=1").json()
     (first,) = result.pop("results")
-    assert first == {"key": "2026-11-02", "usd": "1", "hours": "2", "quantities": {"time": "2"}, "free": {}}
+    assert first == {
+        "key": "2026-11-02", "usd": "1", "estimated_usd": "0", "unpriced_calls": 0, "hours": "2", "quantities": {"time": "2"},
+        "free": {},
+    }  # fmt: skip
     assert result == {
         "by": "day", "since": "2026-11-01", "until": "2026-11-04", "metered_at": "2026-11-21T12:00:00Z",
-        "total_usd": "2.000000003", "left_out": 1,
+        "total_usd": "2.000000003", "total_estimated_usd": "0", "total_unpriced_calls": 0, "left_out": 1,
     }  # fmt: skip
 
 
@@ -93,12 +96,30 @@ def test_costs_are_csv_on_request(ada: ApiClient) -> None:
     by_parameter = Client().get("/api/v1/costs?by=day&format=csv", headers=key)
     assert by_header["Content-Type"] == by_parameter["Content-Type"] == "text/csv; charset=utf-8"
     assert by_header.content == by_parameter.content
+    items = ["time", "memory", "cpu", "disk", "gpu", "suspend", "storage", "request", "plan", "llm"]
     assert [*csv.reader(StringIO(by_header.content.decode()))] == [
-        ["day", "usd", "hours", "time", "memory", "cpu", "disk", "gpu", "suspend", "storage", "request", "plan", "llm"],
-        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", ""],
-        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1"],
-    ]
+        ["day", "usd", "hours", *items, "estimated_usd", "unpriced_calls"],
+        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", "", "0", "0"],
+        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1", "0", "0"],
+    ]  # fmt: skip
     assert Client().get("/api/v1/costs?format=xml", headers=key).status_code == 404
+
+
+def test_costs_name_their_estimated_part_and_the_unpriced_calls(operator: ApiClient) -> None:
+    create_token_usage("2026-11-03T10:00", "3", 9, unpriced=5, estimated_usd="0.125")
+    create_token_usage("2026-11-03T10:00", "1", agent=BOB, unpriced=1)
+    costs.price_usage(now=NOW)
+    for by, found in (("agent", [("0.125", 5), ("0", 1)]), ("item", [("0.125", 6)]), ("lease", [("0.125", 5), ("0", 1)])):
+        result = operator.get(f"costs?by={by}&limit=1").json()
+        assert (result["total_estimated_usd"], result["total_unpriced_calls"]) == ("0.125", 6)
+        rows = operator.get(f"costs?by={by}").json()["results"]
+        assert [(each["estimated_usd"], each["unpriced_calls"]) for each in rows] == found
+    headers = {"Authorization": f"Bearer {operator.key}", "Accept": "text/csv"}
+    table = Client().get("/api/v1/costs?by=day", headers=headers).content.decode()
+    assert [row[-3:] for row in csv.reader(StringIO(table))] == [
+        ["llm", "estimated_usd", "unpriced_calls"],
+        ["10", "0.125", "6"],
+    ]
 
 
 def test_costs_of_other_agents_are_forbidden(bob: ApiClient) -> None:

@@ -68,11 +68,12 @@ def test_a_statement_has_its_lines(operator: ApiClient) -> None:
     lines = response.pop("lines")
     assert response == {
         "account": "team", "month": "2026-11", "closed_at": "2026-12-01T00:00:00Z", "subtotal_usd": "1.63",
-        "credit_used_usd": "0.50", "total_usd": "1.13",
+        "credit_used_usd": "0.50", "total_usd": "1.13", "estimated_usd": "0.00", "unpriced_calls": 0,
     }  # fmt: skip
     time = {
         "kind": "usage", "for_month": "2026-11", "agent": ADA, "provider": "acme", "item": "time", "unit": "sandbox-hours",
         "quantity": "3", "free": "0", "rate_usd": "0.5", "rate_from": "2020-01-01T00:00:00Z", "usd": "1.50", "status": "final",
+        "estimated_usd": "0.00", "unpriced_calls": 0,
     }  # fmt: skip
     unrated = {"rate_usd": "", "rate_from": ""}
     assert lines == [time | unrated | {"item": "llm", "unit": "model calls", "quantity": "1", "usd": "0.13"}, time]
@@ -97,6 +98,7 @@ def test_statements_are_csv_on_request(operator: ApiClient) -> None:
     lines = Client().get("/api/v1/statements/team/2026-11", headers=headers).content.decode()
     assert [*csv.reader(StringIO(lines))][2] == [
         "usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "0", "0.5", "2020-01-01T00:00:00Z", "1.50", "final",
+        "0.00", "0",
     ]  # fmt: skip
     assert run_command("show", "--account", "team", "--month", "2026-11", "--csv") == lines
 
@@ -116,6 +118,22 @@ def test_an_open_month_is_returned_as_preliminary_on_request(operator: ApiClient
     assert [row["status"] for row in csv.DictReader(StringIO(lines))] == ["preliminary"]
     assert run_command("show", "--account", "team", "--month", "2026-12", "--csv", "--preliminary") == lines
     assert run_command("show", "--account", "team", "--month", "2026-12", "--preliminary").startswith("preliminary: ")
+
+
+def test_a_statement_and_an_open_month_name_estimated_and_unpriced_calls(operator: ApiClient) -> None:
+    for month in ("2026-10", "2026-11"):
+        create_token_usage(f"{month}-03T10:00", "2", 7, unpriced=5, estimated_usd="0.125")
+    advance_and_price(DECEMBER)
+    close_month(get_house_account(), parse_day("2026-10-01"), now=DECEMBER)
+    headers = {"Authorization": f"Bearer {operator.key}", "Accept": "text/csv"}
+    for path in ("statements/house/2026-10", "statements/house/2026-11?preliminary=true"):
+        statement = operator.get(path).json()
+        for each in (statement, *statement["lines"]):
+            assert (each["estimated_usd"], each["unpriced_calls"]) == ("0.13", 5)
+        table = Client().get(f"/api/v1/{path}", headers=headers).content.decode()
+        assert [row[-2:] for row in csv.reader(StringIO(table))] == [["estimated_usd", "unpriced_calls"], ["0.13", "5"]]
+    listed = csv.DictReader(StringIO(Client().get("/api/v1/statements", headers=headers).content.decode()))
+    assert [(row["estimated_usd"], row["unpriced_calls"]) for row in listed] == [("0.13", "5")]
 
 
 # --- manage.py statements ---------------------------------------------------------------------------------------------
@@ -153,6 +171,18 @@ def test_the_command_closes_months_and_names_those_it_cannot() -> None:
     assert "team     2021-10" in run_command("list", "--month", "2021-10")
     assert run_command("close", "--month", "2021-09").splitlines()[1].startswith("house")
     assert "house" in run_command("close", "--month", "2021-10")
+
+
+def test_the_command_names_estimated_and_unpriced_calls_of_a_closed_month() -> None:
+    create_token_usage("2021-09-02T22:00", "2", 7, unpriced=5, estimated_usd="0.5")
+    advance_and_price(DECEMBER)
+    note = "house 2021-09: 0.50 USD estimated, 5 calls without a price"
+    for action in ("close", "list"):
+        assert run_command(action, "--month", "2021-09").splitlines()[2:] == [note]
+    shown = run_command("show", "--account", "house", "--month", "2021-09").splitlines()
+    assert shown[0].split()[-4:] == ["USD", "estimated", "unpriced", "calls"]
+    assert shown[1].split()[-3:] == ["2.00", "0.50", "5"]
+    assert [line.split()[-1] for line in shown[2:]] == ["2.00", "0.00", "2.00"]
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,30 @@ def test_agent_that_left_an_account_counts_for_the_house_account(used_lease: Any
     assert budgets.find_open_tabs(house, now=NOW).get().holder == lease.pk
 
 
+@pytest.mark.parametrize("period", ["hour", "day", "month", "ever"])
+def test_usd_budget_names_the_estimated_part_and_the_unpriced_calls(grant: AnyCallable, period: str) -> None:
+    lease, at = grant(), {"started_at": NOW + MINUTE, "ended_at": NOW + 2 * MINUTE}
+    create_llm_call(lease, cost=Decimal(1), **at)
+    create_llm_call(lease, cost=Decimal("0.25"), priced="estimate", **at)
+    for _ in range(5):
+        create_llm_call(lease, cost=None, priced="", **at)
+    create_llm_call(lease, cost=None, priced="", outcome="refused", **at)
+    hours = create_budget(100, "hours", period)
+    usd = create_budget(100, "usd", period)
+    run_billing_sweeps(NOW + 3 * MINUTE)
+    usd.refresh_from_db(), hours.refresh_from_db()
+    assert (usd.spent, budgets.get_uncertainty(usd, NOW + 3 * MINUTE)) == (Decimal("1.25"), (5, Decimal("0.25")))
+    assert budgets.get_uncertainty(hours, NOW + 3 * MINUTE) == (0, 0)
+    later = NOW + timedelta(days=40)
+    assert budgets.get_uncertainty(usd, later) == ((5, Decimal("0.25")) if period == "ever" else (0, 0))
+
+
+def test_hourly_usd_budget_counts_the_reservation_of_an_open_call_as_estimated(grant: AnyCallable) -> None:
+    create_llm_call(grant(), cost=None, priced="", reserved=Decimal(2), outcome="open", ended_at=None)
+    budget = create_budget(100, "usd", "hour")
+    assert (budget.spent, budgets.get_uncertainty(budget, NOW)) == (2, (0, 2))
+
+
 def test_usd_budget_counts_costs_exactly(grant: AnyCallable) -> None:
     lease = grant()
     create_llm_call(lease, cost=Decimal("1.250000001"))

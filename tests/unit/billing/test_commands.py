@@ -12,7 +12,16 @@ from django.utils import timezone
 from billing import costs, horizon
 from billing.models import CostRecord, Rate, UsageRecord
 from tests.conftest import NOW
-from tests.support.billing import ADA, BASIC_INSTANCE, HOUR, create_rate, create_time_usage, list_cost_records
+from tests.support.billing import (
+    ADA,
+    BASIC_INSTANCE,
+    BOB,
+    HOUR,
+    create_rate,
+    create_time_usage,
+    create_token_usage,
+    list_cost_records,
+)
 
 pytestmark = pytest.mark.django_db
 EIGHT = ["--agents", "8", "--days", "30", "--instance", "basic", "--cpu-utilisation", "0.1"]
@@ -110,13 +119,29 @@ def test_costs_prints_a_table_csv_or_json() -> None:
         "total               2.00",
     ]
     assert run("costs", "--csv").splitlines() == [
-        "agent,usd,hours,time,memory,cpu,disk,gpu,suspend,storage,request,plan,llm",
-        "did:plc:ada,1.5,3,3,,,,,,,,,",
-        ",0.5,1,1,,,,,,,,,",
+        "agent,usd,hours,time,memory,cpu,disk,gpu,suspend,storage,request,plan,llm,estimated_usd,unpriced_calls",
+        "did:plc:ada,1.5,3,3,,,,,,,,,,0,0",
+        ",0.5,1,1,,,,,,,,,,0,0",
     ]
     result = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
     assert (result["total_usd"], [each["key"] for each in result["results"]]) == ("2", ["2026-11-02"])
     assert run("costs", "--until", "2026-11-02", "--csv").count("\n") == 1
+
+
+def test_costs_names_estimated_and_unpriced_calls() -> None:
+    create_token_usage("2026-11-02T10:00", "3", 9, unpriced=5, estimated_usd="0.125")
+    create_token_usage("2026-11-02T10:00", "1", agent=BOB)
+    costs.price_usage(now=NOW)
+    assert run("costs").splitlines() == [
+        "agent        hours   USD  USD estimated  unpriced calls",
+        "did:plc:ada      0  3.00          0.125               5",
+        "did:plc:bob      0  1.00                               ",
+        "total               4.00          0.125               5",
+    ]
+    assert run("costs", "--csv").splitlines()[1].endswith(",9,0.125,5")
+    result = json.loads(run("costs", "--json"))
+    assert (result["total_estimated_usd"], result["total_unpriced_calls"]) == ("0.125", 5)
+    assert [(each["estimated_usd"], each["unpriced_calls"]) for each in result["results"]] == [("0.125", 5), ("0", 0)]
 
 
 def test_meter_again_rebuilds_usage_and_costs(grant: Any) -> None:

@@ -395,6 +395,19 @@ def test_calls_of_a_lease_and_model_are_summed_exactly_by_day(grant: AnyCallable
     assert meter_usage(now=NOON + 2 * HOUR) == {}
 
 
+def test_estimated_and_unpriced_calls_are_counted_beside_the_cost(grant: AnyCallable) -> None:
+    lease, estimate = grant(), {"priced": "estimate", "outcome": "lost"}
+    create_llm_call(lease)
+    create_llm_call(lease, priced="free", cost=Decimal(0))
+    create_llm_call(lease, cost=None, priced="")
+    for cost in ("0.25", "0.000000001", "999999999"):  # the last is out of range, and therefore unknown
+        create_llm_call(lease, cost=Decimal(cost), **estimate)
+    meter_usage(now=NOON + HOUR)
+    record = UsageRecord.objects.get(item=UsageKind.TOKENS)
+    assert (record.calls, record.unpriced, record.estimated) == (6, 2, 2)
+    assert (record.usd, record.estimated_usd) == (Decimal("0.251000001"), Decimal("0.250000001"))
+
+
 def test_amounts_out_of_range_are_metered_as_unpriced_and_the_others_are_priced(grant: AnyCallable) -> None:
     lease, other = grant(), grant(agent="did:plc:other")
     for _ in range(12):  # each fits its column; their sums do not

@@ -1,6 +1,7 @@
 """Totals by day and month: derived with the costs, read in their place, and derived anew after a pass without totals."""
 
 from datetime import timedelta
+from decimal import Decimal
 
 import pytest
 from django.db import connection
@@ -8,6 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from billing import costs, period_totals, totals
 from billing.models import CostRecord, PeriodTotal, UsageRecord, Watermark
+from billing.models.period_totals import TOTALS_WATERMARK
 from tests.conftest import NOW, run_in_threads
 from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, join_account, price
 from tests.support.period_totals import check_period_totals
@@ -78,7 +80,7 @@ def test_totals_of_an_installation_without_them_are_derived_by_the_next_pass() -
     price()
     before = list_totals()
     PeriodTotal.objects.all().delete()
-    Watermark.objects.filter(name="totals").delete()
+    Watermark.objects.filter(name=TOTALS_WATERMARK).delete()
     costs.price_usage(now=NOW + timedelta(minutes=1))
     assert list_totals() == before
 
@@ -101,6 +103,34 @@ def test_concurrent_passes_and_derivations_write_the_same_as_one() -> None:
     costs.reset_costs()
     price()
     assert list_totals() == together
+
+
+def test_a_change_of_the_unpriced_or_estimated_calls_alone_reaches_the_record_and_the_totals() -> None:
+    def set_usage(**fields: object) -> None:
+        UsageRecord.objects.filter(source="calls", day="2026-11-02").delete()
+        create_token_usage("2026-11-02T07:00", "2", 5, agent=BOB, source="calls", **fields)
+        price()
+
+    found = []
+    for fields in ({}, {"unpriced": 3}, {"unpriced": 1, "estimated_usd": "0.5"}, {"estimated_usd": "2"}, {}):
+        set_usage(**fields)
+        check_period_totals()
+        record, (total,) = CostRecord.objects.get(agent_did=BOB, item="llm"), totals.sum_costs("item", agent=BOB, item="llm")
+        assert (record.unpriced, record.estimated_usd) == (total.unpriced, total.estimated_usd)
+        found.append((total.usd, total.unpriced, total.estimated_usd))
+    assert found == [(2, 0, 0), (2, 3, 0), (2, 1, Decimal("0.5")), (2, 0, 2), (2, 0, 0)]
+
+
+def test_a_pass_after_one_of_the_version_before_adds_the_unpriced_and_estimated_calls() -> None:
+    create_token_usage("2026-09-30T07:00", "2", 5, agent=BOB, unpriced=3)
+    create_token_usage("2026-10-14T07:00", "2", 5, agent=BOB, estimated=1, estimated_usd="0.5")
+    price()
+    CostRecord.objects.update(unpriced=0, estimated_usd=0)
+    Watermark.hold("costs", NOW + HOUR)  # it writes no totals
+    costs.price_usage(now=NOW + 2 * HOUR)
+    days = {each.key: (each.unpriced, each.estimated_usd) for each in totals.sum_costs("day", agent=BOB, item="llm")}
+    assert days == {"2026-09-30": (3, 0), "2026-10-14": (0, Decimal("0.5"))}
+    check_period_totals()
 
 
 def sum_time() -> dict[str, timedelta | None]:

@@ -12,7 +12,7 @@ from django.db import IntegrityError, models, transaction
 
 from billing import costs, metering, statements
 from billing.budgets import call_admission
-from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, Watermark
+from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, UsageRecord, Watermark
 from billing.statements import MonthNotClosable
 from leases import execution, snapshots
 from sandboxes.egress import model_pricing
@@ -72,7 +72,37 @@ def november(db: None) -> None:
     price()
 
 
+@pytest.fixture
+def uncertain_november(db: None) -> None:
+    """Ada: 7 calls of 2.005 USD, of which 5 have no price and one is an estimate of 0.125 USD. Bob: one estimate."""
+    create_token_usage("2026-11-03T10:00", "2.005", 7, unpriced=5, estimated=1, estimated_usd=USD("0.125"), source="calls")
+    create_token_usage("2026-11-03T10:00", "0.1", agent=BOB, estimated=1, estimated_usd=USD("0.1"))
+    price()
+
+
 # --- closing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncertain_november")
+def test_statement_names_the_estimated_and_unpriced_calls_of_its_month() -> None:
+    statement = close(get_house_account())
+    columns = ("agent_did", "usd", "estimated_usd", "unpriced")
+    assert [*statement.lines.values_list(*columns)] == [(ADA, USD("2.01"), USD("0.13"), 5), (BOB, USD("0.1"), USD("0.1"), 0)]
+    assert (statement.unpriced, statement.estimated_usd) == (5, USD("0.23"))
+    assert statement.uncertainty == "0.23 USD estimated, 5 calls without a price"
+
+
+@pytest.mark.usefixtures("uncertain_november")
+def test_correction_of_calls_that_have_a_price_since_takes_them_back() -> None:
+    close(get_house_account())
+    UsageRecord.objects.filter(source="calls").delete()
+    create_token_usage("2026-11-03T10:00", "3", 7, source="calls")
+    price(JANUARY)
+    statement = close(get_house_account(), parse_day("2026-12-01"), JANUARY)
+    lines = [(line.kind, line.usd, line.estimated_usd, line.unpriced) for line in statement.lines.all()]
+    assert lines == [("correction", USD("0.99"), USD("-0.13"), -5)]
+    assert (statement.unpriced, statement.estimated_usd, statement.uncertainty) == (0, 0, "")
+    assert is_balanced(get_house_account())
 
 
 @pytest.mark.usefixtures("november")

@@ -198,7 +198,7 @@ def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     hours = " ".join(describe_overshoot(budget(10), 12, now))
     assert "12 leases are open" in hours and "reserved for 7 m ahead" in hours and "up to 600 open leases" in hours
     usd = " ".join(describe_overshoot(budget(10, unit="usd", grace=HOUR), 1, now))
-    assert "calls within 1 h 2 m" in usd
+    assert "reserved for 1 h 2 m ahead" in usd and "Model calls are reserved at their estimated price" in usd
     assert "no bound" in " ".join(describe_overshoot(budget(10, hard=False), 12, now))
     assert "The budget is inactive" in " ".join(describe_overshoot(budget(10, active=False), 12, now))
 

@@ -32,6 +32,7 @@ BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
     "billing/budgets/updates.py",
 )
 TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
+TEST_CALL_ADMISSION = "tests/unit/billing/test_call_admission.py"
 AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/redaction/streams.py"
 REQUEST_FILTER, REQUEST_CLEANING, RESPONSES_SHAPES = (
     "sandboxes/egress/request_filter/requests.py",
@@ -55,11 +56,7 @@ TEST_WEBHOOKS = "tests/unit/sandboxes/webhooks/test_webhook_delivery.py"
 TEST_METERING, TEST_USE = "tests/unit/billing/test_metering.py", "tests/unit/billing/test_use.py"
 TEST_PRICING, TEST_RATES = "tests/unit/billing/test_pricing.py", "tests/unit/billing/test_rates.py"
 TEST_BUDGETS, TEST_ADMISSION = "tests/unit/billing/test_budgets.py", "tests/unit/billing/test_budget_admission.py"
-TEST_KEYS, TEST_LEASES_API, TEST_CALLS_ADMIN = (
-    "tests/api/test_keys.py",
-    "tests/api/leases/test_leases.py",
-    "tests/admin/test_calls.py",
-)
+TEST_KEYS, TEST_LEASES_API = "tests/api/test_keys.py", "tests/api/leases/test_leases.py"
 TEST_ALLOW_LISTS, TEST_API_KEYS = "tests/unit/leases/test_allow_lists.py", "tests/unit/leases/test_api_keys.py"
 TEST_IDEMPOTENCY, TEST_QUEUE = "tests/api/test_idempotency.py", "tests/unit/leases/test_admission.py"
 TEST_RUN_QUEUE, TEST_AGENT_RUNS = "tests/races/test_queue.py", "tests/api/sandbox/test_agent_runs.py"
@@ -930,15 +927,36 @@ MUTANTS = (
         tests=[f"{TEST_EGRESS}::test_refused_calls_do_not_count_against_the_rate_limit"],
     ),
     Mutant(
-        name="authorization-spend-limit-off-by-one",
-        path=AUTHORIZATION,
-        before="if limit is not None and sum_spend(caller.holder) >= limit:",
-        after="if limit is not None and sum_spend(caller.holder) > limit:",
-        tests=[f"{TEST_CALLS_ADMIN}::test_a_limit_applies_from_the_next_call"],
+        name="spend-limit-off-by-one",
+        path="sandboxes/egress/spending.py",
+        before="if spent >= limit or spent + call.usd > limit:",
+        after="if spent >= limit or spent + call.usd >= limit:",
+        tests=[f"{TEST_CALL_ADMISSION}::test_spend_limit_counts_each_call_at_its_rate_when_it_ends"],
     ),
     Mutant(
-        name="authorization-recorded-price-overwritten",
-        path=AUTHORIZATION,
+        name="spend-limit-without-calls-in-flight",
+        path="billing/budgets/call_admission.py",
+        before='Coalesce("cost", "reserved", ZERO)',
+        after='Coalesce("cost", ZERO)',
+        tests=[f"{TEST_CALL_ADMISSION}::test_spend_limit_counts_calls_in_flight_with_their_estimate"],
+    ),
+    Mutant(
+        name="budget-counts-a-changed-price-twice",
+        path="billing/budgets/call_admission.py",
+        before=' - Coalesce("metered_cost", ZERO))',
+        after=")",
+        tests=[f"{TEST_CALL_ADMISSION}::test_sum_is_exact_after_every_step_of_a_random_history"],
+    ),
+    Mutant(
+        name="lost-call-for-nothing",
+        path="sandboxes/egress/settlement.py",
+        before='cost=Coalesce("cost", "reserved"),',
+        after="",
+        tests=[f"{TEST_CALL_ADMISSION}::test_lost_call_costs_its_estimate_and_frees_its_place_at_once"],
+    ),
+    Mutant(
+        name="recorded-price-overwritten",
+        path="sandboxes/egress/settlement.py",
         before='f"{name} = CASE WHEN recorded_at IS NULL THEN %s ELSE {name} END"',
         after='f"{name} = %s"',
         tests=[f"{TEST_EGRESS}::test_call_is_settled_once_and_an_earlier_record_keeps_its_price"],

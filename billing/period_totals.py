@@ -55,8 +55,11 @@ def hold_costs(now: datetime) -> bool:
 
 
 def derive_missing_totals() -> None:
-    """Derive all totals unless they are valid, such as after an upgrade. Other pricing passes wait meanwhile."""
-    if PeriodTotal.are_valid():
+    """Derive all totals unless they are valid, such as after an upgrade. Other pricing passes wait meanwhile.
+
+    Before the first pass that prices a day there is nothing to derive, and no watermark of the costs: one in the past would
+    say that the usage since then is not priced yet, and budgets would reserve it."""
+    if PeriodTotal.are_valid() or not Watermark.objects.filter(name=COSTS_WATERMARK).exists():
         return
     with transaction.atomic(durable=True):
         if not hold_costs(EPOCH):

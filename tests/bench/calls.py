@@ -130,7 +130,7 @@ def make_call(sandbox: Sandbox) -> None:
 
 def insert_earlier_calls(lease: Lease, sandbox: Sandbox) -> None:
     """Insert metered calls of the lease, and usage records of other leases on this day."""
-    now = database_time.now()
+    now = database_time.now() - timedelta(minutes=10)  # not within the minute of the call rate
     earlier = (
         LlmCall(
             call_id=uuid.uuid4().hex, sandbox=sandbox, holder=lease.pk, agent_did=lease.agent_did, model=MODEL, outcome="ok",

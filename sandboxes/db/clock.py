@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from time import clock_gettime
 
 Clock = Callable[[], datetime]
 UPTIME_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
@@ -16,7 +17,7 @@ def clock_from(now: datetime) -> Clock:
 
 def read_uptime() -> float:
     """Return the seconds since the machine was started, by a clock that is never set."""
-    return time.clock_gettime(UPTIME_CLOCK)
+    return clock_gettime(UPTIME_CLOCK)
 
 
 def format_timestamp(moment: datetime) -> str:

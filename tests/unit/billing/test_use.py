@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from billing import costs, metering, totals
 from billing.intervals import prorate
 from billing.metering import meter_usage
-from billing.models import CostRecord, Rate, UsageKind, UsageRecord
+from billing.models import CostRecord, PeriodTotal, Rate, UsageKind, UsageRecord
 from leases import execution, leasing
 from leases.models import EnvironmentType, Lease
 from sandboxes.models import Reading, Run, Sandbox
@@ -150,7 +150,7 @@ def test_rate_by_use_that_begins_within_a_reading_splits_it() -> None:
 )
 def test_splitting_between_rates_loses_no_microsecond(readings: list[tuple[int, int]], cuts: list[int]) -> None:
     """Readings across midnights and changes of rate cost as much as their sum."""
-    for model in (CostRecord, Rate, UsageRecord, Reading):
+    for model in (PeriodTotal, CostRecord, Rate, UsageRecord, Reading):
         model.objects.all()._raw_delete(model.objects.db)
     for number in [-1, *cuts]:
         create_rate("cpu", "60", since=str(parse_utc("2026-11-02") + number * SECOND)[:19], by_use=True)

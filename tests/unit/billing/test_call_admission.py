@@ -132,8 +132,9 @@ SCOPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("period", ["hour", "day", "month", "ever"])
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    ("scope", "period"), [*((scope, "day") for scope in SCOPES), *(("agent", period) for period in ("hour", "month", "ever"))]
+)
 def test_hard_budget_stops_calls_of_all_leases_in_scope(lease: Lease, grant: AnyCallable, scope: str, period: str) -> None:
     join_account("crew")
     other = start(grant, environment="game-2")

@@ -140,9 +140,9 @@ def test_costs_are_hidden_without_permission_to_view_them(
         assert "Active leases" in titles
 
 
-def test_cost_tiles_take_three_queries(django_assert_num_queries: Any) -> None:
+def test_cost_tiles_take_four_queries(django_assert_num_queries: Any) -> None:
     now = timezone.now()
-    with django_assert_num_queries(3):
+    with django_assert_num_queries(4):
         dashboard.build_spending_tiles(now)
         dashboard.build_budget_tiles(now)
 

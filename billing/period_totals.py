@@ -90,7 +90,7 @@ def update_totals(days: Collection[date]) -> None:
 
 def _find_changes(before: Sums, after: Sums) -> Sums:
     """Return the new amounts of the totals that differ; NOTHING for those that have no record any more."""
-    return {key: after.get(key, NOTHING) for key in {*before, *after} if before.get(key) != after.get(key)}
+    return {key: after.get(key, NOTHING) for key in (before | after) if before.get(key) != after.get(key)}
 
 
 def _sum_records(days: Collection[date]) -> Sums:
@@ -98,7 +98,7 @@ def _sum_records(days: Collection[date]) -> Sums:
 
     One day at a time: for a month at once PostgreSQL would read all records."""
     account_on, total = build_account_lookup(), dict[TotalKey, tuple[int, ...]]()
-    for day in days:
+    for day in sorted(days):
         rows = CostRecord.objects.filter(day=day).order_by().values_list("provider", "agent_did", "account", "item")
         for provider, agent, account, item, *amounts in rows.annotate(
             a=Count("pk"), b=sum_exact("quantity"), c=sum_exact("free"), d=sum_exact("usd"), e=Sum("unpriced"),
@@ -127,13 +127,13 @@ def _load_months(changed: Iterable[TotalKey]) -> Sums:
         agents[key.day.replace(day=1)].add(key.agent_did)
     found: Sums = {}
     for begin, dids in agents.items():
-        few = {"agent_did__in": dids} if len(dids) <= SQL_BATCH_SIZE else {}
+        few = {"agent_did__in": sorted(dids)} if len(dids) <= SQL_BATCH_SIZE else {}
         found |= _load(Period.AGENT_MONTH, [begin], **few)
     return found
 
 
 def _load(period: Period, days: Collection[date], **filters: object) -> Sums:
-    rows = PeriodTotal.objects.filter(period=period, day__in=days, **filters).order_by()
+    rows = PeriodTotal.objects.filter(period=period, day__in=sorted(days), **filters).order_by()
     size = len(TotalKey._fields)
     return {TotalKey(*row[:size]): row[size:] for row in rows.values_list(*TotalKey._fields, *AMOUNTS)}
 

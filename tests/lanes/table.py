@@ -72,7 +72,7 @@ FAST = (
     ),
     Part(
         "races", ("tests/races", "tests/machines", "tests/unit/billing"), f"{NO_SERVICE} and postgres and not matrix", POSTGRES,
-        190, containing=IN_NEED_OF_POSTGRES,
+        240, containing=IN_NEED_OF_POSTGRES,
     ),
     Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 200, ignored=(REMOTE_PATH,)),
     Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 240),

@@ -13,7 +13,8 @@ from django.conf import settings
 from django.utils.module_loading import import_string
 from django_q.models import OrmQ
 
-import controlplane.urls  # noqa: F401 - the first request would import it within a history, with identifiers of that history
+import controlplane.urls
+import controlplane.worker.broker  # noqa: F401 - django-q2 imports it by its name in the settings, with the first task
 from billing.models import Budget, Rate
 from controlplane import schedules
 from leases import sweeps

@@ -6,10 +6,8 @@ from typing import Any
 from django import forms
 from django.contrib import admin
 from django.core.exceptions import ValidationError
-from django.db import IntegrityError
 from django.db.models import Exists, OuterRef, Q
 from django.http import HttpRequest
-from django.shortcuts import get_object_or_404
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -20,7 +18,6 @@ from billing.instance_types import INSTANCE_SIZES
 from billing.metering import STORE_PROVIDER
 from billing.models import BillableItem, Rate
 from billing.pricing import format_decimal
-from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -32,6 +29,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.base.scheduled_rates import build_delete_action
 from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 from sandboxes.providers.registry import PROVIDERS
@@ -97,35 +95,7 @@ def build_in_force_filter(now: datetime) -> Q:
     return Q(valid_from__lte=now) & ~Q(_exists_newer_rate(valid_from__lte=now))
 
 
-def _delete_rate(rate: Rate, actor: str, reason: str, now: datetime) -> bool:
-    """Delete a fresh copy of the row, so that `rate` keeps its id for the log entry."""
-    try:
-        get_object_or_404(Rate, pk=rate.pk).delete()
-    except (ValidationError, IntegrityError):  # came into force meanwhile, or a cost record refers to it
-        return False
-    return True
-
-
-def _get_remaining_url(row: Rate, form: ReasonForm) -> str:
-    """URL of the rate, or of the list if the rate was deleted."""
-    if Rate.objects.filter(pk=row.pk).exists():
-        return reverse("admin:billing_rate_change", args=[row.pk])
-    return build_changelist_url("billing_rate")
-
-
-DELETE_RATE_ACTION = AdminAction(
-    title="Delete rate",
-    warning="The rate is not in force yet, so no cost depends on it. The present rate stays in force.",
-    done="deleted",
-    refusal_reason="already in force; its costs depend on it",
-    legal=lambda rate: rate.valid_from > database_time.now(),
-    verb=_delete_rate,
-    icon="delete",
-    permissions=("billing.change_rate",),
-    danger=True,
-    button="Delete",
-    get_next_url=_get_remaining_url,
-)
+DELETE_RATE_ACTION = build_delete_action(Rate, dependent="cost", refusal_reason="already in force; its costs depend on it")
 
 
 @admin.register(Rate)

@@ -9,14 +9,12 @@ from django.contrib import admin
 from django.core.exceptions import ValidationError
 from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.http import HttpRequest
-from django.shortcuts import get_object_or_404
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminDecimalFieldWidget
 
-from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import (
@@ -31,6 +29,7 @@ from sandboxes.admin.base.formatting import (
     render_two_lines,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.admin.base.scheduled_rates import build_delete_action
 from sandboxes.db import database_time
 from sandboxes.egress import model_pricing
 from sandboxes.models import TokenKind, TokenRate
@@ -82,34 +81,8 @@ ModelRateAddForm = type(
 )
 
 
-def _delete_rate(rate: TokenRate, actor: str, reason: str, now: Any) -> bool:
-    """Delete a fresh copy of the row, so that `rate` keeps its id for the log entry."""
-    try:
-        get_object_or_404(TokenRate, pk=rate.pk).delete()
-    except ValidationError:  # came into force meanwhile
-        return False
-    return True
-
-
-def _get_remaining_url(row: TokenRate, form: ReasonForm) -> str:
-    """URL of the rate, or of the list if the rate was deleted."""
-    if TokenRate.objects.filter(pk=row.pk).exists():
-        return reverse("admin:sandboxes_tokenrate_change", args=[row.pk])
-    return build_changelist_url("sandboxes_tokenrate")
-
-
-DELETE_RATE_ACTION = AdminAction(
-    title="Delete rate",
-    warning="The rate is not in force yet, so no price depends on it. The present rate stays in force.",
-    done="deleted",
-    refusal_reason="already in force; prices of calls depend on it",
-    legal=lambda rate: rate.valid_from > database_time.now(),
-    verb=_delete_rate,
-    icon="delete",
-    permissions=("sandboxes.change_tokenrate",),
-    danger=True,
-    button="Delete",
-    get_next_url=_get_remaining_url,
+DELETE_RATE_ACTION = build_delete_action(
+    TokenRate, dependent="price", refusal_reason="already in force; prices of calls depend on it"
 )
 
 

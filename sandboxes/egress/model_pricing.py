@@ -80,6 +80,15 @@ class Price:
     rates: tuple[int, ...]
     complete: bool  # each kind has a row, or one of a kind that it falls back to; else the amount is a lower bound
 
+    @property
+    def is_unknown(self) -> bool:
+        """None of the kinds has a row. The price of no tokens at all is known: 0."""
+        return not self.rates and not self.complete
+
+    @property
+    def source(self) -> LlmCall.Priced:
+        return LlmCall.Priced.RATE if self.complete else LlmCall.Priced.ESTIMATE
+
 
 class RateBook:
     """Rows that price one call: those of one pattern that have begun."""
@@ -125,6 +134,7 @@ class RateBook:
     def estimate(self, input_tokens: int, output_tokens: int, tier: str = "") -> Decimal | None:
         """Return an upper price of a call of this size, rounded up: each token costs as the dearest kind with a row.
 
+        At most the largest price of a call: a larger one would be out of range, and count nothing.
         Return None without a row for input. Without one for output, as for embeddings, output counts nothing. Web searches are
         not included, because their number is known only afterwards."""
         by_side = [
@@ -134,7 +144,7 @@ class RateBook:
         if not by_side[0]:
             return None
         usd = (input_tokens * max(by_side[0]) + output_tokens * max(by_side[1], default=Decimal(0))) / MILLION
-        return usd.quantize(NANO_USD, ROUND_UP)
+        return min(usd.quantize(NANO_USD, ROUND_UP), MAX_USD - NANO_USD)
 
     def _find_row(self, kind: str, tier: str, size: int) -> TokenRate | None:
         chain: str | None = kind
@@ -293,14 +303,13 @@ def _set_price(call: LlmCall, table: RateTable) -> bool:
     counts = get_counts(call)
     book = table.get_book(find_candidate_names(call.model, call.requested_model), call.started_at)
     price = book.price(counts, call.service_tier)
-    if price and counts and not price.rates:
-        return False  # rows of other kinds only
+    if price and price.is_unknown:
+        return False
     if price is None:
         log.error("price by rate is out of range", call=call.call_id, model=call.model)
         call.code = REFUSED_PRICE_CODE
     else:
-        call.cost, call.rate_ids = price.usd, list(price.rates)
-        call.priced = LlmCall.Priced.RATE if price.complete else LlmCall.Priced.ESTIMATE
+        call.cost, call.rate_ids, call.priced = price.usd, list(price.rates), price.source
     call.counted = False
     return price is not None
 

@@ -145,17 +145,15 @@ def _reprice_batch(calls: QuerySet[LlmCall], table: RateTable, totals: dict[str,
 
 def _reprice(call: LlmCall, table: RateTable, total: RepricedModel) -> bool:
     """Set the new price of a call, and add the call to the total of its model. Return whether the call changed."""
-    counts = get_counts(call)
     book = table.get_book(find_candidate_names(call.model, call.requested_model), call.started_at)
-    price = book.price(counts, call.service_tier)
+    price = book.price(get_counts(call), call.service_tier)
     old = call.cost or ZERO_USD
     total.calls, total.old = total.calls + 1, total.old + old
-    if price is None or (counts and not price.rates):
+    if price is None or price.is_unknown:
         total.without_rate, total.new = total.without_rate + 1, total.new + old
         return False
     before = (call.cost, call.priced, call.rate_ids or [])
-    call.cost, call.rate_ids = price.usd, list(price.rates)
-    call.priced = Priced.RATE if price.complete else Priced.ESTIMATE
+    call.cost, call.rate_ids, call.priced = price.usd, list(price.rates), price.source
     total.new += price.usd
     if before == (call.cost, call.priced, call.rate_ids):
         return False

@@ -125,8 +125,8 @@ def _price_result(row: LlmCall, result: CallResult) -> CallPrice | None:
     rates = model_pricing.load_rates(names, at=row.started_at)
     if usage and usage.is_complete:
         price = rates.price(usage.counts, usage.tier)
-        if price is not None and (price.rates or not usage.counts):
-            return CallPrice(price.usd, Priced.RATE if price.complete else Priced.ESTIMATE, price.rates)
+        if price is not None and not price.is_unknown:
+            return CallPrice(price.usd, price.source, price.rates)
     answered = result.outcome == LlmCall.Outcome.OK
     tokens = estimate_usage(
         result.estimate, usage, streamed=row.streamed, answered=answered, received_bytes=result.received_bytes

@@ -233,7 +233,7 @@ def test_sweeps_and_tasks_of_a_clock_that_was_ahead_are_due_at_once() -> None:
 
 
 class VirtualClocks:
-    """The database's clock, and the clock of this host, which is set `shift` ahead of it."""
+    """The clocks of the database and of this host. That of the host is ahead by `shift`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.time, self.shift = datetime(2026, 3, 4, tzinfo=UTC), timedelta(0)

@@ -143,6 +143,7 @@ def test_book_without_rows_has_no_price_and_no_estimate() -> None:
         ({"input": "0.02"}, (10**6, 10**6), "0.02"),  # embeddings have no output
         ({"output": 1}, (1, 1), None),
         ({"input": "0.0001", "output": 1}, (1, 0), "0.000000001"),
+        ({"input": 900_000, "output": 900_000}, (10**7, 10**7), "9999.999999999"),  # the largest price of a call
     ],
 )
 def test_estimate_is_the_price_of_the_dearest_kinds(usd: Any, size: tuple[int, int], expected: str | None) -> None:

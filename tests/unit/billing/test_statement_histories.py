@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from billing import costs, dates, statements
-from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord
+from billing.models import Account, CostRecord, Credit, Membership, PeriodTotal, Rate, Statement, StatementLine, UsageRecord
 from billing.statements import MonthNotClosable
 from tests.support.billing import (
     HOUR,
@@ -42,7 +42,7 @@ class Ledger(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        for model in (StatementLine, Statement, Credit, CostRecord, Membership):
+        for model in (StatementLine, Statement, Credit, CostRecord, PeriodTotal, Membership):
             rows = model._base_manager.all()
             rows.filter(kind="reversal").delete() if model is Credit else None
             rows.delete()

@@ -3,38 +3,30 @@
 The sum is exact at each admission: usage records of metered calls, and the calls that are not metered, in one statement. An
 open call counts with its reservation. A call that was metered and whose cost changed later counts with the difference."""
 
-from datetime import UTC, date, datetime
+from datetime import date, datetime
 from decimal import Decimal
-from fractions import Fraction
 from uuid import UUID
 
-from django.db.models import DecimalField, IntegerField, Q, QuerySet, Value
-from django.db.models.functions import Coalesce, TruncDate
-
+from billing.budgets import call_sums
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.periods import get_period_bounds
 from billing.budgets.refusal import Shortage, build_refusal
-from billing.budgets.scopes import build_tab_filter, build_usage_filters
+from billing.budgets.scopes import LEASE_BUDGET_SQL
+from billing.dates import to_utc_date
 from billing.errors import BudgetExhausted
-from billing.hourly import sum_hourly_call_usd
-from billing.models import Budget, Tab, UsageKind, UsageRecord
+from billing.models import Budget
 from billing.models.budgets import Period, Unit
-from billing.money_sums import nanos_to_decimal, sum_exact
-from billing.pricing import round_half_up
-from sandboxes.db import sql
+from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_optional_timestamp
-from sandboxes.egress.amounts import MAX_USD
 from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.spending import NO_LIMIT, CallReservation, Funds, build_not_priced_refusal, format_amount
-from sandboxes.models import LlmCall
 
-ANY_HARD_USD_SQL = "active AND hard AND unit = 'usd'"
-ZERO = Value(Decimal(0), output_field=DecimalField(max_digits=18, decimal_places=9))
+HARD_USD_SQL = f"active AND hard AND unit = 'usd' AND {LEASE_BUDGET_SQL}"
 
 
 def sum_lease_calls(holder: UUID) -> Decimal:
     """Return the cost of a lease's model calls: ended calls at their price, open ones at their reservation. In USD."""
-    return _sum_calls(Q(holder=holder), Q(), Q())
+    return call_sums.sum_lease(holder)
 
 
 def sum_calls_before(budget: Budget, began: datetime, day: date) -> Decimal:
@@ -43,22 +35,15 @@ def sum_calls_before(budget: Budget, began: datetime, day: date) -> Decimal:
     Kept with the budget, so that an admission sums one day. 0 for an hour, which is in one day."""
     if budget.unit != Unit.USD or budget.period == Period.HOUR:
         return Decimal(0)
-    earlier = Q(day__gte=began.date(), day__lt=day)
-    return sum((_sum_metered(part & earlier) for part in build_usage_filters(budget, began)), Decimal(0))
+    return call_sums.sum_metered(budget, began.date(), day)
 
 
 def check_call(call: CallReservation, now: datetime) -> Funds:
     """Check a model call against the hard USD budgets of its lease. Return what remains of them. Raise CallRefused.
 
-    The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation. Without a hard
-    USD budget the check is one lookup."""
-    if sql.find_first(Budget, ANY_HARD_USD_SQL) is None:
-        return NO_LIMIT
-    tab = sql.find_first(Tab, "holder = %s", call.holder)
-    if tab is None:
-        return NO_LIMIT
-    hard = Budget.objects.filter(build_tab_filter(tab, now=now), active=True, hard=True, unit=Unit.USD)
-    hard_budgets = [*hard.select_for_update(no_key=True, of=("self",)).order_by("pk")]
+    The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation."""
+    lock = f"ORDER BY id {dialect.row_lock()}"
+    hard_budgets = sql.find_all(Budget, f"{HARD_USD_SQL} {lock}", call.holder, to_utc_date(now))
     if not hard_budgets:
         return NO_LIMIT
     if call.usd is None:
@@ -94,39 +79,8 @@ def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:
     began, ends = get_period_bounds(budget.period, now)
     is_current = budget.period_began == began
     others = budget.spent - budget.calls_spent if is_current else Decimal(0)
-    parts = build_usage_filters(budget, began)
     if budget.period == Period.HOUR and ends:
-        return others + round_half_up(sum(sum_hourly_call_usd(began, ends, parts).values(), Fraction(0)))
+        return others + call_sums.sum_hour(budget, began, ends)
     first_day = budget.calls_day if is_current and budget.calls_day else began.date()
     before = budget.calls_before if is_current else Decimal(0)
-    until = Q(started_at__lt=ends) if ends else Q()
-    days = Q(day__gte=first_day) & (Q(day__lt=ends.date()) if ends else Q())
-    calls = sum((_sum_calls(part, days, Q(started_at__gte=began) & until) for part in parts), Decimal(0))
-    return others + before + calls
-
-
-def _sum_metered(condition: Q) -> Decimal:
-    rows = UsageRecord.objects.filter(condition, item=UsageKind.TOKENS)
-    return nanos_to_decimal(rows.aggregate(nano=sum_exact("usd"))["nano"])
-
-
-def _sum_calls(owned: Q, days: Q, period: Q) -> Decimal:
-    """Sum metered and unmetered calls that match `owned`. `days` selects usage records, and `period` calls.
-
-    One statement, because a metering pass that commits between two would be counted in neither or in both."""
-    metered = UsageRecord.objects.filter(owned, days, item=UsageKind.TOKENS)
-    unmetered = (
-        LlmCall.objects.annotate(day=TruncDate("started_at", tzinfo=UTC))
-        .filter(owned, period, kind=LlmCall.Kind.LLM, counted=False)
-        .exclude(outcome=LlmCall.Outcome.REFUSED)
-        .annotate(owed=Coalesce("cost", "reserved", ZERO) - Coalesce("metered_cost", ZERO))
-        .filter(owed__lt=MAX_USD)
-    )
-    sums = _total(metered, "usd").union(_total(unmetered, "owed"), all=True)
-    return nanos_to_decimal(sum(nano for (nano,) in sums))
-
-
-def _total(rows: "QuerySet[UsageRecord] | QuerySet[LlmCall]", field: str) -> "QuerySet[UsageRecord, tuple[int]]":
-    """Build a query of one row with the exact sum of a column, as part of a UNION."""
-    grouped = rows.order_by().annotate(group=Value(0, output_field=IntegerField())).values("group")
-    return grouped.annotate(nano=sum_exact(field)).values_list("nano")  # type: ignore[return-value]
+    return others + before + call_sums.sum_days(budget, first_day, began, ends)

@@ -42,6 +42,7 @@ from sandboxes.webhooks.subscriptions import FailingWebhooks
 
 log = structlog.get_logger(__name__)
 PROBE_CACHE_SECONDS = 5.0  # maximum age of a reused provider status
+CLOCK_AGREEMENT = timedelta(seconds=2)  # difference of two hosts' measurements that may be one clock's
 PROBE_TIMEOUT_SECONDS = 1.0  # wait of a health request for a provider
 EGRESS_HEARTBEAT, EGRESS_HEARTBEAT_INTERVAL = "egress", timedelta(minutes=1)  # the heartbeat of `manage.py egress`
 
@@ -117,7 +118,7 @@ def check_health(*, now: datetime) -> dict[str, Any]:
     warnings = [
         *_iter_schema_warnings(schema), *_iter_warnings(pools, total, unsaved, drift, egress),
         *_iter_budget_warnings(exhausted), *_iter_disk_warnings(disk),
-        *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew),
+        *_iter_installation_warnings(mismatch), *_iter_skew_warnings(skew, hosts, now=now),
         *_iter_host_warnings(host_counts), *_iter_start_warnings(hosts, pools, now=now), *_iter_sweep_warnings(overdue),
         *_iter_store_warnings(missing_state, is_unmarked=is_unmarked), *_iter_webhook_warnings(webhooks),
         *_iter_agent_warnings(egress_row),
@@ -234,9 +235,26 @@ def _iter_agent_warnings(egress: Sweep | None) -> Iterator[str]:
         )
 
 
-def _iter_skew_warnings(skew: timedelta) -> Iterator[str]:
-    if abs(skew) > database_time.TOLERATED_SKEW:
-        yield f"The clock of this host differs from the database's by {-skew.total_seconds():+.0f} s: synchronize it."
+def _iter_skew_warnings(skew: timedelta, hosts: Sequence[Host], *, now: datetime) -> Iterator[str]:
+    """Yield a warning if the clocks of this host and of the database differ. The clocks of other hosts tell which is wrong."""
+    if abs(skew) <= database_time.TOLERATED_SKEW:
+        return
+    offsets = _list_other_clock_offsets(hosts, now=now)
+    difference = f"{-skew.total_seconds():+.0f} s"
+    if not offsets:
+        yield f"The clock of this host differs from the database's by {difference}: synchronize both."
+    elif all(abs(offset + skew) <= CLOCK_AGREEMENT for offset in offsets):
+        yield f"The clocks of all {len(offsets) + 1} hosts differ from the database's by {difference}: synchronize its host."
+    else:
+        yield f"The clock of this host differs from the database's by {difference}: synchronize it."
+
+
+def _list_other_clock_offsets(hosts: Sequence[Host], *, now: datetime) -> list[timedelta]:
+    """List the clock offsets of the other machines' live hosts. The hosts of one worker are one machine."""
+    own_id = registry.get_remembered_host_id()
+    own = next((host for host in hosts if host.pk == own_id), None)
+    others = [host for host in hosts if own and host.queue != own.queue and registry.get_state(host, now=now) == "live"]
+    return [host.clock_offset for host in others if host.clock_offset is not None]
 
 
 def set_draining(draining: bool) -> None:

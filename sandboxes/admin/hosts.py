@@ -133,6 +133,7 @@ class HostAdmin(ConsoleModelAdmin):
                 *build_seal_fields(row),
                 *build_quota_fields(quotas),
                 SummaryField("Memory", self.memory(row), note="of the engine's machine"),
+                *build_clock_fields(row),
                 SummaryField("Provider", row.provider, note=f"engine {row.engine_id}"),
                 SummaryField("Version", self.release(row), note="of the worker"),
                 SummaryField("Task queue", row.queue or "–"),
@@ -178,3 +179,10 @@ def build_starts_field(row: Host, now: datetime) -> SummaryField:
         left = render_timestamp(row.starts_paused_until, f"paused for {format_age(row.starts_paused_until - now)}")
         return SummaryField("Starts", left, note=f"after {failed}: {truncate_text(row.start_error)}", alarm=True)
     return SummaryField("Starts", "allowed", note=f"{failed} in a row" if row.start_failures else "no failed starts")
+
+
+def build_clock_fields(row: Host) -> list[SummaryField]:
+    """Build the field of a clock that differs from the database's."""
+    if row.clock_offset is None or abs(row.clock_offset) <= database_time.TOLERATED_SKEW:
+        return []
+    return [SummaryField("Clock", f"{row.clock_offset.total_seconds():+,.0f} s", note="from the database's", alarm=True)]

@@ -25,6 +25,9 @@ class Host(models.Model):
     heartbeat_at = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Time at which a worker last reached the engine."
     )
+    clock_offset = models.DurationField(
+        null=True, blank=True, editable=False, help_text="Clock of the worker's machine minus the database's, at the heartbeat."
+    )
     lost_at = models.DateTimeField(
         null=True, blank=True, editable=False,
         help_text="Time at which an operator declared the host lost. Empty again once it has returned and is cleaned up.",

@@ -9,6 +9,7 @@ import structlog
 from django.core.exceptions import ImproperlyConfigured
 
 from sandboxes import providers
+from sandboxes.db import database_time
 from sandboxes.hosts import engine_quotas, images, registry
 from sandboxes.lifecycle import COLD, DESTROYED
 from sandboxes.models import Host, Pool, Sandbox
@@ -52,7 +53,11 @@ def _record(provider: Provider, *, now: datetime) -> Host:
     registry.remember_engine(provider.name, provider.engine_id())
     host = registry.get_local_host(provider.name, now=now)
     Host.objects.filter(pk=host.pk).update(
-        heartbeat_at=now, queue=registry.get_queue_name(), version=get_version(), memory_mib=provider.total_memory_mib()
+        heartbeat_at=now,
+        queue=registry.get_queue_name(),
+        version=get_version(),
+        memory_mib=provider.total_memory_mib(),
+        clock_offset=-database_time.get_skew(),
     )
     return host
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import OperationalError, ProgrammingError, connection
@@ -9,8 +11,9 @@ from django.utils import timezone
 
 from controlplane import health, schedules
 from sandboxes.db import database_time, pooler
-from sandboxes.models import Sweep
+from sandboxes.models import Host, Sweep
 from sandboxes.providers.errors import Unavailable
+from tests.conftest import NOW
 
 pytestmark = pytest.mark.django_db
 
@@ -154,17 +157,37 @@ def test_a_database_that_refuses_writes_is_not_ready(client, heartbeats) -> None
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("ahead", [timedelta(hours=1), timedelta(hours=-1)])
-def test_a_host_whose_clock_is_wrong_is_ready_and_says_so(
-    client, heartbeats, monkeypatch: pytest.MonkeyPatch, ahead: timedelta
+@pytest.mark.parametrize(
+    ("ahead", "others", "wrong"),
+    [
+        (timedelta(hours=1), [], "synchronize both."),
+        (timedelta(hours=-1), [timedelta(0)], "by -3600 s: synchronize it."),
+        (timedelta(hours=1), [timedelta(hours=1), timedelta(0)], "The clock of this host differs"),
+        (timedelta(hours=1), [timedelta(hours=1), timedelta(hours=1, seconds=1)], "The clocks of all 3 hosts differ"),
+    ],
+)
+def test_a_wrong_clock_is_ready_and_says_whose_it_is(
+    client, heartbeats, monkeypatch: pytest.MonkeyPatch, ahead: timedelta, others: list[timedelta], wrong: str
 ) -> None:
+    own = create_host("0", queue="a")
+    create_host("also of this machine", queue="a", clock_offset=ahead)
+    create_host("lost", queue="z", clock_offset=timedelta(0), lost_at=NOW)
+    for number, offset in enumerate(others):
+        create_host(f"other {number}", queue=f"b{number}", clock_offset=offset)
+    monkeypatch.setattr(health.registry, "get_remembered_host_id", lambda: own.pk)
     host_time = timezone.now
     monkeypatch.setattr(database_time, "meter", database_time.SkewMeter())
     monkeypatch.setattr(timezone, "now", lambda: host_time() + ahead)
     monkeypatch.setattr(database_time, "measure_skew", lambda: -ahead)
     response = client.get("/readyz")
     assert (response.status_code, response.json()["missing"]) == (200, [])
-    assert any("clock" in warning for warning in response.json()["warnings"])
+    [warning] = [each for each in response.json()["warnings"] if "clock" in each]
+    assert wrong in warning
+
+
+def create_host(name: str, **fields: Any) -> Host:
+    defaults: dict[str, Any] = {"provider": "memory", "engine_id": name, "created_at": NOW, "heartbeat_at": timezone.now()}
+    return Host.objects.create(id=uuid4(), name=name, **defaults | fields)
 
 
 def test_a_probe_costs_few_queries(client, heartbeats, django_assert_max_num_queries) -> None:

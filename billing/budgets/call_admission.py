@@ -3,6 +3,7 @@
 The sum is exact at each admission: usage records of metered calls, and the calls that are not metered, in one statement. An
 open call counts with its reservation. A call that was metered and whose cost changed later counts with the difference."""
 
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from fractions import Fraction
@@ -12,13 +13,15 @@ from django.db.models import DecimalField, IntegerField, Q, QuerySet, Value
 from django.db.models.functions import Coalesce, TruncDate
 
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
-from billing.budgets.periods import get_period_bounds
+from billing.budgets.model_patterns import is_model_match
+from billing.budgets.periods import PeriodParts, get_limit, get_period_bounds, split_period
 from billing.budgets.refusal import Shortage, build_refusal
-from billing.budgets.scopes import build_tab_filter, build_usage_filters
+from billing.budgets.scopes import build_call_filters, build_tab_filter
+from billing.dates import start_of_day
 from billing.errors import BudgetExhausted
 from billing.hourly import sum_hourly_call_usd
 from billing.models import Budget, Tab, UsageKind, UsageRecord
-from billing.models.budgets import Period, Unit
+from billing.models.budgets import Unit
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import round_half_up
 from sandboxes.db import sql
@@ -37,14 +40,18 @@ def sum_lease_calls(holder: UUID) -> Decimal:
     return _sum_calls(Q(holder=holder), Q(), Q())
 
 
-def sum_calls_before(budget: Budget, began: datetime, day: date) -> Decimal:
-    """Return the cost of a budget's metered model calls from the period's start to the day before `day`, in USD.
+def sum_calls_before(budget: Budget, began: datetime, ends: datetime | None, *, day: date) -> Decimal:
+    """Return the cost of a budget's model calls from the period's start to the day before `day`, in USD.
 
-    Kept with the budget, so that an admission sums one day. 0 for an hour, which is in one day."""
-    if budget.unit != Unit.USD or budget.period == Period.HOUR:
+    Kept with the budget, so that an admission sums one day. Full days count their metered calls, a part of a day all calls. 0
+    for an hour, which is in one day."""
+    if budget.unit != Unit.USD:
         return Decimal(0)
-    earlier = Q(day__gte=began.date(), day__lt=day)
-    return sum((_sum_metered(part & earlier) for part in build_usage_filters(budget, began)), Decimal(0))
+    parts, owners = split_period(began, ends), build_call_filters(budget, began)
+    earlier = parts.day_filter & Q(day__lt=day)
+    metered = (_sum_metered(owned & earlier) for owned in owners) if parts.first_day < day else ()
+    edges = (_sum_edge(edge, owners) for edge in parts.edges if edge[0].date() < day)
+    return sum((*metered, *edges), Decimal(0))
 
 
 def check_call(call: CallReservation, now: datetime) -> Funds:
@@ -58,21 +65,23 @@ def check_call(call: CallReservation, now: datetime) -> Funds:
     if tab is None:
         return NO_LIMIT
     hard = Budget.objects.filter(build_tab_filter(tab, now=now), active=True, hard=True, unit=Unit.USD)
-    hard_budgets = [*hard.select_for_update(no_key=True, of=("self",)).order_by("pk")]
+    locked = hard.select_for_update(no_key=True, of=("self",)).order_by("pk")
+    hard_budgets = [budget for budget in locked if is_model_match(budget.model, call.model)]
     if not hard_budgets:
         return NO_LIMIT
     if call.usd is None:
         raise build_not_priced_refusal(call.model)
     spent = {budget: sum_spent_now(budget, now=now) for budget in hard_budgets}
+    limits = {budget: get_limit(budget, now) for budget in hard_budgets}
     shortages = {
         budget: Shortage(spent[budget], f"and this call may cost {format_amount(call.usd)}")
         for budget in hard_budgets
-        if spent[budget] >= budget.amount or spent[budget] + budget.reserved + call.usd > budget.amount
+        if spent[budget] >= limits[budget] or spent[budget] + budget.reserved + call.usd > limits[budget]
     }
     if shortages:
         raise _to_call_refusal(build_refusal(shortages, now=now), call.agent_did)
     known = [
-        budget.amount - spent[budget] - budget.reserved - call.usd
+        limits[budget] - spent[budget] - budget.reserved - call.usd
         for budget in hard_budgets
         if _get_disclosure(budget.scope, budget.subject, call.agent_did) == Disclosure.SPENDING
     ]
@@ -91,18 +100,29 @@ def _to_call_refusal(error: BudgetExhausted, agent_did: str) -> CallRefused:
 
 def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:
     """Return the USD that a budget has spent at this moment: sandboxes as of its last update, and all model calls."""
-    began, ends = get_period_bounds(budget.period, now)
+    began, ends = get_period_bounds(budget, now)
     is_current = budget.period_began == began
     others = budget.spent - budget.calls_spent if is_current else Decimal(0)
-    parts = build_usage_filters(budget, began)
-    if budget.period == Period.HOUR and ends:
-        return others + round_half_up(sum(sum_hourly_call_usd(began, ends, parts).values(), Fraction(0)))
-    first_day = budget.calls_day if is_current and budget.calls_day else began.date()
+    parts, owners = split_period(began, ends), build_call_filters(budget, began)
+    since = budget.calls_day if is_current and budget.calls_day else began.date()
     before = budget.calls_before if is_current else Decimal(0)
-    until = Q(started_at__lt=ends) if ends else Q()
-    days = Q(day__gte=first_day) & (Q(day__lt=ends.date()) if ends else Q())
-    calls = sum((_sum_calls(part, days, Q(started_at__gte=began) & until) for part in parts), Decimal(0))
-    return others + before + calls
+    edges = (_sum_edge(edge, owners) for edge in parts.edges if edge[0].date() >= since)
+    return others + before + sum(edges, Decimal(0)) + _sum_days(parts, owners, since)
+
+
+def _sum_days(parts: PeriodParts, owners: Sequence[Q], since: date) -> Decimal:
+    """Sum the calls of full days: the metered ones from the day `since` on, and all that are not metered."""
+    if not parts.has_days:
+        return Decimal(0)
+    days = parts.day_filter & Q(day__gte=since)
+    period = Q(started_at__gte=start_of_day(parts.first_day))
+    period &= Q(started_at__lt=start_of_day(parts.until)) if parts.until else Q()
+    return sum((_sum_calls(owned, days, period) for owned in owners), Decimal(0))
+
+
+def _sum_edge(edge: tuple[datetime, datetime], owners: Sequence[Q]) -> Decimal:
+    """Sum the calls of a part of a day."""
+    return round_half_up(sum(sum_hourly_call_usd(*edge, owners).values(), Fraction(0)))
 
 
 def _sum_metered(condition: Q) -> Decimal:

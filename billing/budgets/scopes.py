@@ -8,6 +8,7 @@ from operator import or_
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
+from billing.budgets.model_patterns import build_model_filter
 from billing.dates import to_utc_date
 from billing.models import HOUSE_ACCOUNT_NAME, Budget, Membership, Tab
 from billing.models.budgets import Scope
@@ -81,6 +82,11 @@ def build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
     if budget.scope == Scope.ACCOUNT:
         return build_account_filters(budget.subject, to_utc_date(began))
     return [_build_holder_filter(budget)]
+
+
+def build_call_filters(budget: Budget, began: datetime) -> list[Q]:
+    """Build disjoint filters of a budget's model calls from `began` on: of usage records, and of calls with a `day`."""
+    return [part & build_model_filter(budget.model) for part in build_usage_filters(budget, began)]
 
 
 def build_cost_filter(budget: Budget) -> Q:

@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 LIST = "/admin/billing/budget/"
 BUDGET_FORM = {
-    "scope": "agent", "subject": ADA, "amount": "2.5", "unit": "usd", "period": "month", "hard": "on", "warn_percent": "80",
-    "grace": "5m",
+    "scope": "agent", "subject": ADA, "amount": "2.5", "unit": "usd", "period": "month", "hard": "on",
+    "warn_percents": "50, 80", "time_zone": "UTC", "grace": "5m",
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def spend(grant: Callable[..., Lease]) -> Callable[..., Lease]:
 
 def test_a_budget_is_added_and_changed_with_its_spending(administrator: Client, spend: Callable[..., Lease]) -> None:
     spend(2)
-    form = BUDGET_FORM | {"unit": "hours", "period": "ever", "warn_percent": "60"}
+    form = BUDGET_FORM | {"unit": "hours", "period": "ever", "warn_percents": "60"}
     assert administrator.post(f"{LIST}add/", form | {"grace": "0"}).status_code == 302
     made = Budget.objects.get()
     assert (made.scope, made.subject, made.amount, made.hard, made.grace) == ("agent", ADA, Decimal("2.5"), True, timedelta(0))
@@ -72,7 +72,7 @@ def test_a_budget_is_added_and_changed_with_its_spending(administrator: Client, 
 
 def test_an_invalid_budget_is_refused(administrator: Client) -> None:
     for wrong in (
-        {"amount": "0"}, {"amount": ""}, {"warn_percent": "101"}, {"scope": "all"}, {"subject": ""}, {"subject": "ada"},
+        {"amount": "0"}, {"amount": ""}, {"warn_percents": "101"}, {"scope": "all"}, {"subject": ""}, {"subject": "ada"},
         {"scope": "environment_type", "subject": "no-such"}, {"scope": "key", "subject": "17"},
         {"scope": "key", "subject": "9" * 30}, {"scope": "account", "subject": "nobody"}, {"grace": "soon"},
     ):  # fmt: skip
@@ -136,7 +136,7 @@ def test_each_tab_lists_its_own_rows(viewer: Client, spend: Callable[..., Lease]
 def test_spending_of_a_past_period_is_not_shown(viewer: Client) -> None:
     made = budget(1, period="day")
     long_ago = timezone.now() - timedelta(days=2)
-    began = budgets.get_period_bounds("day", long_ago)[0]
+    began = budgets.compute_period_bounds("day", long_ago)[0]
     marks = {"warned_for": began, "exhausted_for": began, "exhausted_at": long_ago}
     Budget.objects.filter(pk=made.pk).update(spent=1, period_began=began, **marks)
     assert "0 of 1 hours, 0 %" in fetch(viewer, LIST)
@@ -229,7 +229,7 @@ def test_an_hourly_budget_has_a_page_with_its_hour_and_its_spenders(viewer: Clie
     assert "per hour" in fetch(viewer, LIST)
     for row in (hourly, usd):
         answer = viewer.get(row_url(row))
-        began = budgets.get_period_bounds("hour", timezone.now())[0]
+        began = budgets.compute_period_bounds("hour", timezone.now())[0]
         assert f"since {began:%Y-%m-%d %H:%M}" in answer.content.decode()
         assert str(lease.pk) in answer.content.decode()
     assert Budget.objects.get(pk=usd.pk).spent >= Decimal("0.5")

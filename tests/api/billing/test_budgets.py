@@ -22,7 +22,7 @@ pytestmark = pytest.mark.django_db
 def mark_exhausted(budget: Budget) -> None:
     """Mark the budget as exhausted, as its sweep does."""
     now = timezone.now()
-    began, _ = budgets.get_period_bounds(budget.period, now)
+    began, _ = budgets.get_period_bounds(budget, now)
     Budget.objects.filter(pk=budget.pk).update(
         spent=budget.amount, spent_at=now, period_began=began, exhausted_at=now, exhausted_for=began
     )
@@ -48,7 +48,7 @@ def test_new_work_of_a_lease_is_refused_while_the_budget_is_exhausted(ada: ApiCl
     lease_url = f"leases/{lease['id']}"
     assert ada.post(f"{lease_url}/exec", {"argv": ["sh", "-c", "echo kept >f"]}).status_code == 200
     mark_exhausted(budget := create_budget(2, "usd", "month", scope="agent", subject=ADA))
-    resets_at = budgets.get_period_bounds("month", timezone.now())[1]
+    resets_at = budgets.compute_period_bounds("month", timezone.now())[1]
     body = {name: value for name, value in ANY_BODY.items() if name != "snapshot_id"}
     for path in ("exec", "turns", "processes", "fork"):
         url = f"{lease_url}/{path}"
@@ -147,11 +147,11 @@ def test_a_refusal_has_figures_only_of_budgets_of_the_key(
 
 def test_a_budget_is_returned_whole_and_is_read_only(operator: ApiClient) -> None:
     ada = operator
-    budget = create_budget("1.50", "usd", warn_percent=50, grace=timedelta(seconds=90))
+    budget = create_budget("1.50", "usd", warn_percents=[50], grace=timedelta(seconds=90))
     mark_exhausted(budget)
     Budget.objects.update(estimated_usd="0.250000000", unpriced=5)
     (shown,) = ada.get("budgets").json()["results"]
-    ends = budgets.get_period_bounds("day", timezone.now())[1]
+    ends = budgets.compute_period_bounds("day", timezone.now())[1]
     assert ends is not None
     assert datetime.fromisoformat(shown.pop("resets_at")) == ends
     assert shown.pop("spent_at") and shown.pop("created_at")

@@ -65,7 +65,7 @@ def test_periods_are_utc_hours_days_and_months(period: str, now: str, began: str
     def at(text: str) -> datetime:
         return datetime.fromisoformat(text).replace(tzinfo=UTC)
 
-    assert budgets.get_period_bounds(period, datetime.fromisoformat(now)) == (at(began), at(ends) if ends else None)
+    assert budgets.compute_period_bounds(period, datetime.fromisoformat(now)) == (at(began), at(ends) if ends else None)
 
 
 def test_hourly_budget_counts_its_own_hour_and_admits_again_in_the_next(grant: AnyCallable) -> None:
@@ -328,8 +328,8 @@ def test_late_sum_does_not_reopen_an_exhausted_budget(used_lease: AnyCallable, a
     ("fields", "field"),
     [
         ({"amount": 0}, "amount"), ({"amount": -1}, "amount"), ({"scope": "agent"}, "__all__"), ({"subject": ADA}, "__all__"),
-        ({"scope": "key", "subject": "ab"}, "subject"), ({"warn_percent": 0}, "warn_percent"),
-        ({"warn_percent": 101}, "warn_percent"), ({"unit": "eur"}, "unit"), ({"period": "week"}, "period"),
+        ({"scope": "key", "subject": "ab"}, "subject"), ({"warn_percents": [0]}, "warn_percents"),
+        ({"warn_percents": [101]}, "warn_percents"), ({"unit": "eur"}, "unit"), ({"period": "year"}, "period"),
         ({"scope": "team"}, "scope"), ({"grace": timedelta(seconds=-1)}, "__all__"),
     ],
 )  # fmt: skip

@@ -8,6 +8,9 @@ import re
 
 from django.db.models import Q
 
+from sandboxes.db import dialect
+from sandboxes.db.sql import Statement
+
 WILDCARDS = {"*": ".*", "?": "."}
 # The expressions are valid in Python and in PostgreSQL. The look-ahead of VENDOR lets it take all parts, and not some of them.
 PATH = r"(?:.*/(?=[^/]*$))?"
@@ -31,3 +34,8 @@ def is_model_match(pattern: str, model: str) -> bool:
 def build_model_filter(pattern: str) -> Q:
     """Match usage records of model calls, or model calls, by the name of their model."""
     return Q(model__regex=build_regex(pattern)) if pattern else Q()
+
+
+def build_model_condition(pattern: str) -> Statement:
+    """Build the condition of `build_model_filter` in SQL, for rows with the column `model`."""
+    return Statement(f"model {dialect.regex_operator()} %s", (build_regex(pattern),))

@@ -8,11 +8,12 @@ from operator import or_
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
-from billing.budgets.model_patterns import build_model_filter
+from billing.budgets.model_patterns import build_model_condition, build_model_filter
 from billing.dates import to_utc_date
 from billing.models import HOUSE_ACCOUNT_NAME, Budget, Membership, Tab
 from billing.models.budgets import Scope
 from billing.totals import build_account_filters
+from sandboxes.db.sql import ALWAYS, Statement
 
 TAB_COLUMNS = {
     Scope.AGENT: "agent_did",
@@ -20,6 +21,22 @@ TAB_COLUMNS = {
     Scope.ENVIRONMENT_TYPE: "environment_type",
     Scope.PROJECT: "project",
 }
+TABS = Tab._meta.db_table
+ACCOUNT_NAMES_SQL = "billing_membership JOIN billing_account ON billing_account.id = billing_membership.account_id"
+# Name of the account that an agent belongs to on a day, with the SQL of the agent and of the day. NULL: the house account.
+ACCOUNT_ON_DAY_SQL = (
+    f"(SELECT name FROM {ACCOUNT_NAMES_SQL} WHERE agent_did = %(agent)s AND since <= %(day)s ORDER BY since DESC LIMIT 1)"  # noqa: S608
+)
+_account_of_usage = ACCOUNT_ON_DAY_SQL % {"agent": "facts.agent_did", "day": "facts.day"}
+ACCOUNT_USAGE_SQL = f"agent_did IN (SELECT agent_did FROM {ACCOUNT_NAMES_SQL} WHERE name = %s) AND {_account_of_usage} = %s"  # noqa: S608
+HOUSE_USAGE_SQL = f"(agent_did NOT IN (SELECT agent_did FROM billing_membership) OR COALESCE({_account_of_usage}, %s) = %s)"  # noqa: S608
+_own_scopes = " OR ".join(f"scope = '{scope.value}' AND subject = tab.{column}" for scope, column in TAB_COLUMNS.items())
+_own_account = ACCOUNT_ON_DAY_SQL % {"agent": "tab.agent_did", "day": "%s"}
+# Budgets that apply to a lease. Parameters: the lease, and the day for its account.
+LEASE_BUDGET_SQL = (
+    f"EXISTS (SELECT 1 FROM {TABS} AS tab WHERE tab.holder = %s AND (scope = 'all' OR {_own_scopes} "  # noqa: S608
+    f"OR scope = 'account' AND subject = COALESCE({_own_account}, '{HOUSE_ACCOUNT_NAME}')))"
+)
 
 
 def find_open_tabs(budget: Budget, *, now: datetime) -> QuerySet[Tab]:
@@ -87,6 +104,24 @@ def build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
 def build_call_filters(budget: Budget, began: datetime) -> list[Q]:
     """Build disjoint filters of a budget's model calls from `began` on: of usage records, and of calls with a `day`."""
     return [part & build_model_filter(budget.model) for part in build_usage_filters(budget, began)]
+
+
+def build_call_condition(budget: Budget) -> Statement:
+    """Build the condition of `build_call_filters` in SQL, for rows `facts` with the columns agent_did, holder, day and model."""
+    owned, named = build_usage_condition(budget), build_model_condition(budget.model)
+    return Statement(f"{owned.text} AND {named.text}", (*owned.values, *named.values)) if budget.model else owned
+
+
+def build_usage_condition(budget: Budget) -> Statement:
+    """Build the condition of `build_usage_filters` in SQL, for rows `facts` with the columns agent_did, holder and day."""
+    if budget.scope == Scope.ALL:
+        return ALWAYS
+    if budget.scope == Scope.AGENT:
+        return Statement("agent_did = %s", (budget.subject,))
+    if budget.scope == Scope.ACCOUNT:
+        return Statement(HOUSE_USAGE_SQL if budget.subject == HOUSE_ACCOUNT_NAME else ACCOUNT_USAGE_SQL, (budget.subject,) * 2)
+    column = TAB_COLUMNS[Scope(budget.scope)]
+    return Statement(f"holder IN (SELECT holder FROM {TABS} WHERE {column} = %s)", (budget.subject,))  # noqa: S608
 
 
 def build_cost_filter(budget: Budget) -> Q:

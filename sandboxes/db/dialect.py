@@ -67,11 +67,12 @@ def can_chain() -> bool:
     return is_postgres()
 
 
-def row_lock() -> str:
+def row_lock(table: str = "") -> str:
     """Return the clause that locks the rows of a SELECT, or "" on SQLite, where a write transaction is exclusive.
 
-    FOR NO KEY UPDATE does not delay inserts of rows that refer to a locked row."""
-    return "FOR NO KEY UPDATE" if is_postgres() else ""
+    FOR NO KEY UPDATE does not delay inserts of rows that refer to a locked row. `table` limits the lock to one of the tables
+    of a join."""
+    return f"FOR NO KEY UPDATE{f' OF {table}' if table else ''}" if is_postgres() else ""
 
 
 def share_lock() -> str:
@@ -236,6 +237,16 @@ def format_timestamp(moment: str) -> str:
         text = f"""to_char({moment} AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
         return f"replace({text}, '.000000Z', 'Z')"
     return f"replace({moment}, ' ', 'T') || 'Z'"
+
+
+def utc_date(moment: str) -> str:
+    """Return the UTC date of a time."""
+    return f"({moment} AT TIME ZONE 'UTC')::date" if is_postgres() else f"date({moment})"
+
+
+def regex_operator() -> str:
+    """Return the operator of a case-sensitive match of a regular expression. Django's connections to SQLite have a function."""
+    return "~" if is_postgres() else "REGEXP"
 
 
 def format_seconds(duration: str) -> str:

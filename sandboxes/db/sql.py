@@ -38,6 +38,13 @@ def find_first(model: type[M], where: str, *values: Any) -> M | None:
     return _build_instance(model, rows[0]) if rows else None
 
 
+def find_all(model: type[M], where: str, *values: Any) -> list[M]:
+    """Return the instances that match a condition in SQL, which may end with an order and a lock."""
+    columns, _, _ = _describe_columns(model)
+    rows = fetch_all(f"SELECT {columns} FROM {model._meta.db_table} WHERE {where}", *values)  # noqa: S608 - no user input
+    return [_build_instance(model, row) for row in rows]
+
+
 def find_first_with_related(
     model: type[M], key: str, subqueries: Sequence[str], where: str, *values: Any
 ) -> tuple[M, Sequence[Any]] | tuple[None, Sequence[Any]]:

@@ -184,13 +184,30 @@ def test_next_period_admits_calls_before_the_next_update(lease: Lease) -> None:
     assert call_admission.sum_spent_now(budget, now=MIDNIGHT) == CENT == late.reserved
 
 
-@pytest.mark.parametrize("period", ["hour", "day", "month", "ever"])
+@pytest.mark.parametrize(
+    ("scope", "subject", "period"),
+    [
+        ("agent", ADA, "hour"), ("agent", ADA, "day"), ("account", "team", "month"), ("account", "house", "month"),
+        ("all", "", "ever"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_sum_is_exact_after_every_step_of_a_random_history(lease: Lease, grant: AnyCallable, period: str, seed: int) -> None:
-    """Calls begin, end, change their price and get lost while sweeps meter, price, update and derive again."""
-    rng, now = random.Random(f"{period} {seed}"), MIDNIGHT - 3 * HOUR
+def test_sum_is_exact_after_every_step_of_a_random_history(
+    lease: Lease, grant: AnyCallable, scope: str, subject: str, period: str, seed: int
+) -> None:
+    """Calls begin, end, change their price and get lost while sweeps meter, price, update and derive again.
+
+    At midnight one agent moves to another account. The other agent belongs to the house account."""
+    rng, now = random.Random(f"{scope} {subject} {period} {seed}"), MIDNIGHT - 3 * HOUR
     leases = [lease, start(grant, BOB, "game-2")]
-    budget = create_budget(1000, "usd", period, scope="agent", subject=ADA)
+    join_account("crew", "2026-11-01")
+    join_account("team", f"{MIDNIGHT:%Y-%m-%d}")
+    budget = create_budget(1000, "usd", period, scope=scope, subject=subject)
+
+    def is_in_scope(row: LlmCall) -> bool:
+        account = "house" if row.agent_did == BOB else "crew" if row.started_at < MIDNIGHT else "team"
+        return {"all": True, "agent": row.agent_did == subject, "account": account == subject}[scope]
+
     rows: list[LlmCall] = []
     sweeps: dict[str, Callable[[], object]] = {
         "meter": lambda: metering.meter_usage(now=now),
@@ -218,7 +235,8 @@ def test_sum_is_exact_after_every_step_of_a_random_history(lease: Lease, grant: 
         began, _ = budgets.compute_period_bounds(period, now)
         expected = [
             row.reserved if row.cost is None else row.cost
-            for row in LlmCall.objects.filter(agent_did=ADA, started_at__gte=began).exclude(outcome="refused")
+            for row in LlmCall.objects.filter(started_at__gte=began).exclude(outcome="refused")
+            if is_in_scope(row)
         ]
         budget.refresh_from_db()
         spent, others = call_admission.sum_spent_now(budget, now=now), budget.spent - budget.calls_spent

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from billing import costs, derivation, hourly, metering, rollup, statements, totals
-from billing.models import CostRecord, Meter, Rate, UsageKind, UsageRecord
+from billing.models import CostRecord, Meter, PeriodTotal, Rate, UsageKind, UsageRecord
 from billing.rollup import HourParts
 from leases.models import Lease
 from sandboxes.models import Reading, Run, Sandbox, Transition
@@ -101,7 +101,7 @@ def summarize(since: datetime, until: datetime) -> dict[str, Any]:
 @given(st.lists(st.one_of(STATE_STEPS, STATE_STEPS, STATE_STEPS, READING_STEPS, PASS_STEPS), min_size=5, max_size=40))
 def test_sums_are_those_of_records_of_each_fact(steps: list[tuple[Any, ...]]) -> None:
     """A history of states, of readings, and of passes before some of which a rate is added. The clock may jump back."""
-    for model in (CostRecord, UsageRecord, Meter, Reading, Run, Transition, Rate):
+    for model in (CostRecord, PeriodTotal, UsageRecord, Meter, Reading, Run, Transition, Rate):
         model.objects.all()._raw_delete(model.objects.db)
     Sandbox.objects.update(metered=True)
     for item in ("time", "cpu", "memory", "suspend"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from billing import derivation, horizon, totals
 from billing.alive_time import get_alive_time
-from billing.models import CostRecord, Meter, Unpriced, UsageKind, UsageRecord, Watermark
+from billing.models import CostRecord, Meter, PeriodTotal, Unpriced, UsageKind, UsageRecord, Watermark
 from leases import leasing, sweeps
 from leases.models import EnvironmentType, Lease
 from leases.retention.facts import LATE_PRICE_PERIOD
@@ -77,7 +77,7 @@ def sum_amounts() -> dict[str, Any]:
 @given(st.lists(STEPS, min_size=10, max_size=60), st.booleans(), st.integers(0, 6))
 def test_amounts_do_not_depend_on_deleted_facts(steps: list[tuple[str, int | None, int]], destroyed: bool, idle: int) -> None:
     """A history of states, runs and readings over some days. The clock may jump back by some minutes."""
-    for model in (CostRecord, UsageRecord, Meter, Unpriced, Watermark, Reading, Run, Transition):
+    for model in (CostRecord, PeriodTotal, UsageRecord, Meter, Unpriced, Watermark, Reading, Run, Transition):
         model.objects.all()._raw_delete(model.objects.db)
     Sandbox.objects.update(metered=True, state="destroyed", **get_state_fields("destroyed", BEGIN - 9 * DAY))
     sandbox = create_live_sandbox(f"did:plc:example-{Sandbox.objects.count()}")

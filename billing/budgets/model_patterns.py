@@ -2,6 +2,7 @@
 
 A pattern matches a whole name: `*` stands for any text, and `?` for one character. It is tried with the name of the call, also
 without everything up to the last "/", without the region and vendor of Bedrock, without a version suffix and without a date.
+Beyond these names, `claude-v2` also matches `claude-v2:1`.
 The check of a call and the sums of calls use one regular expression, so that both always agree."""
 
 import re

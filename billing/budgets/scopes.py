@@ -106,12 +106,6 @@ def build_call_filters(budget: Budget, began: datetime) -> list[Q]:
     return [part & build_model_filter(budget.model) for part in build_usage_filters(budget, began)]
 
 
-def build_call_condition(budget: Budget) -> Statement:
-    """Build the condition of `build_call_filters` in SQL, for rows `facts` with the columns agent_did, holder, day and model."""
-    owned, named = build_usage_condition(budget), build_model_condition(budget.model)
-    return Statement(f"{owned.text} AND {named.text}", (*owned.values, *named.values)) if budget.model else owned
-
-
 def build_usage_condition(budget: Budget) -> Statement:
     """Build the condition of `build_usage_filters` in SQL, for rows `facts` with the columns agent_did, holder and day."""
     if budget.scope == Scope.ALL:
@@ -122,6 +116,12 @@ def build_usage_condition(budget: Budget) -> Statement:
         return Statement(HOUSE_USAGE_SQL if budget.subject == HOUSE_ACCOUNT_NAME else ACCOUNT_USAGE_SQL, (budget.subject,) * 2)
     column = TAB_COLUMNS[Scope(budget.scope)]
     return Statement(f"holder IN (SELECT holder FROM {TABS} WHERE {column} = %s)", (budget.subject,))  # noqa: S608
+
+
+def build_call_condition(budget: Budget) -> Statement:
+    """Build the condition of `build_call_filters` in SQL, for rows `facts` as above with the column model, too."""
+    owned, named = build_usage_condition(budget), build_model_condition(budget.model)
+    return Statement(f"{owned.text} AND {named.text}", (*owned.values, *named.values)) if budget.model else owned
 
 
 def build_cost_filter(budget: Budget) -> Q:

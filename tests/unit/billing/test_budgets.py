@@ -322,15 +322,10 @@ def test_concurrent_passes_send_a_threshold_once(at_checkpoint: AnyCallable) -> 
     assert list_thresholds() == [("warning", 80)]
 
 
-def test_interrupted_pass_sends_a_threshold_later(at_checkpoint: AnyCallable) -> None:
+def test_interrupted_pass_sends_a_threshold_later(crash_at: AnyCallable) -> None:
     budget = create_budget(1, hard=False)
     create_time_usage(NOW - 11 * HOUR, 0.9 * HOUR)
-
-    def crash() -> None:
-        raise InterruptedError
-
-    at_checkpoint("budget marked", crash)
-    with pytest.raises(InterruptedError):
+    with crash_at("budget marked"):
         budgets.update_spending(budget.pk, now=NOW + MINUTE)
     assert list_thresholds() == []
     assert budgets.update_spending(budget.pk, now=NOW + 2 * MINUTE) == ["warned"]

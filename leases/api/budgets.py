@@ -1,14 +1,14 @@
 """Budgets: list and read; with operators' keys also create, change, top up and delete."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 import structlog
 from django.core.exceptions import ValidationError as InvalidBudget
-from django.db.models import QuerySet
+from django.db.models import Model, QuerySet
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework.exceptions import PermissionDenied
@@ -16,10 +16,10 @@ from rest_framework.response import Response
 
 from billing import budgets
 from billing.errors import BudgetNotFound
-from billing.models import Budget
+from billing.models import Budget, BudgetTopUp
 from billing.models.budgets import Scope
 from leases.api.base import schema
-from leases.api.base.idempotency import StatusAndBody
+from leases.api.base.idempotency import HEADER_NAME, KeyReused, StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.permissions import HasKey, ManagesBudgets
 from leases.api.base.views import ApiRequest, ApiView
@@ -39,6 +39,7 @@ from leases.models import KeyScope
 
 log = structlog.get_logger(__name__)
 MAX_ID = 2**63 - 1
+FIXED_FIELDS = ("scope", "subject", "model", "unit", "period")  # of a budget
 FIELDS = {"grace": "grace_seconds", "__all__": "model"}  # of the request, by columns of the model's errors
 
 
@@ -65,6 +66,14 @@ class BudgetApiView(ApiView):
     def serialize(self, budget: Budget, basis: budgets.ReservationBasis | None = None) -> dict[str, Any]:
         disclosure = budgets.get_disclosure(budget.scope, budget.subject, **self.caller.budget_access)
         return serialize_budget(budget, disclosure, basis or budgets.ReservationBasis.load(), now=self.now)
+
+    def derive_request_id(self, run_id: UUID) -> UUID:
+        """Return the id of the row that this request creates. A key of a client names one row, also after an error freed it.
+
+        The first digest stays when the API key is rotated."""
+        key, holder = self.request.META.get("HTTP_IDEMPOTENCY_KEY"), self.caller.key
+        text = f"{holder.first_digest or holder.digest} {self.request.path} {key}"
+        return run_id if key is None else uuid5(NAMESPACE_OID, text)
 
     def log_change(self, event: str, budget: Budget, **fields: Any) -> None:
         log.info(event, budget=budget.pk, description=str(budget), actor=self.actor, **fields)
@@ -103,7 +112,9 @@ class BudgetListView(BudgetApiView):
 
         def act(run_id: UUID) -> StatusAndBody:
             with name_fields():
-                budget, is_new = budgets.create_once(Budget(**to_columns(data)), run_id, now=self.now)
+                stated = Budget(**to_columns(data))
+                budget, is_new = budgets.create_once(stated, self.derive_request_id(run_id), now=self.now)
+            require_same(stated, budget, FIXED_FIELDS)
             if is_new:
                 self.log_change("budget created", budget)
             return 201, self.serialize(budget)
@@ -180,11 +191,19 @@ class TopUpListView(BudgetApiView):
         budget = self.get_budget(pk)
 
         def act(run_id: UUID) -> StatusAndBody:
+            request_id = self.derive_request_id(run_id)
             with name_fields():
-                topped_up, row = budgets.top_up(budget.pk, **data, actor=self.actor, request_id=run_id, now=self.now)
+                topped_up, row = budgets.top_up(budget.pk, **data, actor=self.actor, request_id=request_id, now=self.now)
+            require_same(BudgetTopUp(**data), row, data)
             return 201, {"top_up": serialize_top_up(row), "budget": self.serialize(topped_up)}
 
         return self.execute_once(act)
+
+
+def require_same(stated: Model, stored: Model, fields: Iterable[str]) -> None:
+    """Raise KeyReused if the row that an earlier request with this key created has other values."""
+    if any(getattr(stated, name) != getattr(stored, name) for name in fields):
+        raise KeyReused(f"This {HEADER_NAME} was sent with another request.")
 
 
 @contextmanager

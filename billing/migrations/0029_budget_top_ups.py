@@ -27,7 +27,7 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'top-up',
                 'ordering': ['-created_at', '-pk'],
-                'default_permissions': ('view',),
+                'default_permissions': (),
             },
         ),
         migrations.AddField(

@@ -220,7 +220,7 @@ class BudgetTopUp(models.Model):
 
     class Meta:
         verbose_name = "top-up"
-        default_permissions = ("view",)
+        default_permissions = ()
         ordering = ["-created_at", "-pk"]
         constraints = [models.CheckConstraint(condition=Q(amount__gt=0), name="topup_positive")]
 

@@ -193,6 +193,18 @@ def test_the_page_lists_only_notifications_of_its_own_budget(viewer: Client, spe
     assert viewer.get(notices[0].href).status_code == 200
 
 
+def test_the_page_of_a_budget_for_a_model_shows_its_top_ups(viewer: Client) -> None:
+    made = budget(10, unit="usd", period="week", model="claude-opus*", time_zone="Asia/Kolkata", warn_percents=[])
+    budgets.top_up(made.pk, Decimal(5), note="release <day>", actor="eve", now=timezone.now())
+    facts = get_fields(viewer, row_url(made))
+    assert (facts["Left"].value, facts["Left"].note) == ("15.00 USD", "of 15.00, 5.00 of it topped up")
+    assert facts["Period"].value == "Week, Asia/Kolkata" and facts["Warnings"].value == "none"
+    assert (
+        facts["On exhaustion"].value == "model calls are refused" and facts["Applies to"].note == "model calls of claude-opus*"
+    )
+    assert "release &lt;day&gt;" in fetch(viewer, row_url(made)) and "model claude-opus*" in fetch(viewer, LIST)
+
+
 def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     now = timezone.now()
     hours = " ".join(describe_overshoot(budget(10), 12, now))

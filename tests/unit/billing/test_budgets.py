@@ -30,7 +30,6 @@ from tests.support.billing import (
     parse_utc,
     run_billing_sweeps,
     run_command,
-    start_run,
 )
 
 pytestmark = [
@@ -275,61 +274,6 @@ def test_cold_and_warming_time_is_not_counted(grant: AnyCallable, memory: Any) -
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
-
-
-def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, memory: Any) -> None:
-    lease = grant(now=NOW, ttl=23 * HOUR, sleep_after=DAY)
-    run_command(lease)
-    budget = create_budget(1, hard=False)
-    start_run(lease, timeout=9 * DAY)
-    marks = {}
-    for minute in range(0, 70, 6):
-        run_billing_sweeps(NOW + minute * MINUTE)
-        marks[minute] = len(list_budget_events())
-    assert [minute for minute in marks if marks[minute] > marks.get(minute - 6, 0)] == [30, 48, 60]
-    expected = {"budget": budget.pk, "spent": "1", "amount": "1", "remaining": "0", "resets_at": "2026-11-22T00:00:00Z"}
-    assert expected.items() <= Event.objects.get(kind="budget.exhausted").payload.items()
-    run_billing_sweeps(MIDNIGHT + 50 * MINUTE), run_billing_sweeps(MIDNIGHT + HOUR)
-    assert [percent for _, percent in list_thresholds()] == [50, 80, 100, 100, 80, 100, 100]
-
-
-def list_thresholds() -> list[tuple[str, int]]:
-    events = Event.objects.filter(kind__startswith="budget.").order_by("at", "-kind")
-    return [(each.kind.removeprefix("budget."), each.payload["percent"]) for each in events]
-
-
-@pytest.mark.parametrize(
-    ("hours", "sent"),
-    [
-        ([0.4], []), ([0.5], [50]), ([0.79, 0.01], [50, 80]), ([0.85], [80]), ([0.6, 0.39], [50, 80]), ([0.2, 3], [100]),
-        ([0.55, 0.4, 0.4], [50, 80, 100]), ([0.1] * 12, [50, 80, 100]),
-    ],
-)  # fmt: skip
-def test_jump_over_several_thresholds_sends_the_highest(hours: list[float], sent: list[int]) -> None:
-    budget = create_budget(1, hard=False)
-    for number, used in enumerate(hours):
-        create_time_usage(NOW - 11 * HOUR, used * HOUR)
-        for _ in range(2):  # a pass that is repeated sends nothing
-            budgets.update_spending(budget.pk, now=NOW + number * MINUTE)
-    assert [percent for kind, percent in list_thresholds() if kind == "warning"] == sent
-
-
-def test_concurrent_passes_send_a_threshold_once(at_checkpoint: AnyCallable) -> None:
-    budget = create_budget(1, hard=False)
-    create_time_usage(NOW - 11 * HOUR, 0.9 * HOUR)
-    at_checkpoint("budget summed", lambda: budgets.update_spending(budget.pk, now=NOW + MINUTE))
-    assert budgets.update_spending(budget.pk, now=NOW + MINUTE) == []
-    assert list_thresholds() == [("warning", 80)]
-
-
-def test_interrupted_pass_sends_a_threshold_later(crash_at: AnyCallable) -> None:
-    budget = create_budget(1, hard=False)
-    create_time_usage(NOW - 11 * HOUR, 0.9 * HOUR)
-    with crash_at("budget marked"):
-        budgets.update_spending(budget.pk, now=NOW + MINUTE)
-    assert list_thresholds() == []
-    assert budgets.update_spending(budget.pk, now=NOW + 2 * MINUTE) == ["warned"]
-    assert list_thresholds() == [("warning", 80)]
 
 
 @pytest.mark.parametrize("new_fields", [{"subject": BOB}, {"scope": "all", "subject": ""}, {"period": "month"}])

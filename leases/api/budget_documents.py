@@ -148,7 +148,7 @@ class ToppedUpBudgetSerializer(serializers.Serializer):
 
 def serialize_top_up(row: BudgetTopUp) -> dict[str, Any]:
     return {
-        "id": row.pk,
+        "id": str(row.pk),
         "amount": format_decimal(row.amount),
         "period_began": format_timestamp(row.period_began),
         "note": row.note,

@@ -66,10 +66,10 @@ def test_repeated_request_after_an_error_creates_one_row(operator: ApiClient, at
     for url, body in (("budgets", NEW), ("budgets/{}/top-ups", {"amount": "1"})):
         url = url.format(Budget.objects.values_list("pk", flat=True).first())
         at_checkpoint("budget summed", fail)
-        assert operator.post(url, body, idempotency_key="k").status_code == 500
-        assert operator.post(url, body, idempotency_key="k").status_code == 201
+        assert operator.post(url, body, idempotency_key=url).status_code == 500
+        assert operator.post(url, body, idempotency_key=url).status_code == 201
     IdempotentRequest.objects.all().delete()  # expired
-    assert operator.post(url, {"amount": "2"}, idempotency_key="k").json()["code"] == "idempotency_key_reused"
+    assert operator.post(url, {"amount": "2"}, idempotency_key=url).json()["code"] == "idempotency_key_reused"
     assert Budget.objects.get().topped_up == BudgetTopUp.objects.get().amount == 1
 
 

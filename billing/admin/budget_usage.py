@@ -77,18 +77,22 @@ def render_reset_time(budget: Budget, now: datetime) -> SafeString | str:
     return render_timestamp(ends, f"resets in {format_age(ends - now)}") if ends else "lifetime budget (no reset)"
 
 
-def build_forecast_field(budget: Budget, now: datetime) -> SummaryField:
-    """Build the day on which the budget runs out at the present pace."""
+def build_forecast_fields(budget: Budget, now: datetime) -> list[SummaryField]:
+    """Build the day on which the budget runs out at the present pace, and the spending expected at the end of the period."""
     if not budget.active:
-        return SummaryField("Runs out", "–", note="the budget is inactive")
+        return [SummaryField("Runs out", "–", note="the budget is inactive")]
     day, pace, at_end = forecast_budget(budget, now)
     if budgets.is_exhausted(budget, now):
-        return SummaryField("Ran out", f"on {day}", note="day of detection")
-    expected = f", {format_amount(at_end, budget)} {budget.unit_label} expected at the end of the period" if at_end else ""
+        return [SummaryField("Ran out", f"on {day}", note="day of detection")]
     if budget.period == Period.HOUR:
-        in_hour = "in this hour" if day else "not in this period"
-        return SummaryField("Runs out", in_hour, note=f"at the rate of this hour{expected}")
-    if pace is None and day is None:
-        return SummaryField("Runs out", "no forecast yet", note="needs one full day of usage")
-    not_soon = "not expected" if budget.period == Period.EVER else "not in this period"
-    return SummaryField("Runs out", f"on {day}" if day else not_soon, note=f"{PACE_NOTE}{expected}")
+        note, value = "at the rate of this hour", "in this hour" if day else "not in this period"
+    elif pace is None and day is None:
+        return [SummaryField("Runs out", "no forecast yet", note="needs one full day of usage")]
+    else:
+        not_soon = "not expected" if budget.period == Period.EVER else "not in this period"
+        note, value = PACE_NOTE, f"on {day}" if day else not_soon
+    fields = [SummaryField("Runs out", value, note=note)]
+    if at_end is not None:
+        amount = f"{format_amount(at_end, budget)} {budget.unit_label}"
+        fields.append(SummaryField("Expected", f"{amount} at the end of the period", note=note))
+    return fields

@@ -22,7 +22,7 @@ from unfold.decorators import display
 
 from billing import budgets
 from billing.admin.budget_usage import (
-    build_forecast_field,
+    build_forecast_fields,
     compute_percent_spent,
     describe_exhaustion,
     format_amount,
@@ -278,7 +278,7 @@ class BudgetAdmin(ConsoleModelAdmin):
             ),
             SummaryField("Left", f"{format_amount(left, row)} {row.unit_label}", note=of_limit),
             *([build_reservation_field(row, now)] if reserves and row.active else []),
-            build_forecast_field(row, now),
+            *build_forecast_fields(row, now),
             SummaryField(
                 "Period",
                 f"{row.get_period_display()}, {zone}" if ends else "lifetime",

@@ -789,8 +789,8 @@ MUTANTS = (
     Mutant(
         name="budgets-late-sum-accepted",
         path=BUDGET_UPDATES,
-        before='("scope", "subject", "unit", "period", "spent_at")',
-        after='("scope", "subject", "unit", "period")',
+        before='(*SUMMED_FIELDS, "spent_at")',
+        after="SUMMED_FIELDS",
         tests=[f"{TEST_BUDGETS}::test_late_sum_does_not_reopen_an_exhausted_budget"],
     ),
     # --- API keys ---

@@ -5,6 +5,12 @@ from typing import Any
 from sandboxes.errors import SandboxError
 
 
+class BudgetNotFound(SandboxError):
+    """There is no budget with this id."""
+
+    code = "budget_not_found"
+
+
 class BudgetExhausted(SandboxError):
     """No room in a budget. `resets_at` is the start of the budget's next period, or null for a lifetime budget."""
 

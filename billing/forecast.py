@@ -15,7 +15,8 @@ from billing.models import BillableItem, Budget
 from billing.models.budgets import Period
 from billing.totals import find_first_day_of_time, sum_usd_by_day
 
-MINUTE = timedelta(minutes=1)
+MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
+NOTHING = budgets.DailySpending(Fraction(0), Fraction(0))
 FORECAST_WINDOW_DAYS = 7  # full days before today from which the pace is computed
 
 
@@ -94,14 +95,17 @@ class BudgetForecast(NamedTuple):
 
     runs_out: UTC day at whose end the budget is exhausted; the day of exhaustion if it already is. None if it lasts for
     its current period, or is inactive.
-    a_day: average spending of one day without plans. None without a full day of usage in the forecast window."""
+    a_day: average spending of one day without plans. None without a full day of usage in the forecast window.
+    at_end: expected spending at the end of the current period. None without an average, for a lifetime, and for a budget
+        that is exhausted or inactive."""
 
     runs_out: date | None
     a_day: Fraction | None
+    at_end: Decimal | None = None
 
 
 def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
-    """Forecast a budget's exhaustion from its average spending in the last FORECAST_WINDOW_DAYS full days.
+    """Forecast the exhaustion and the spending at the end of the period from the last FORECAST_WINDOW_DAYS full UTC days.
 
     The average starts at the first of those days with any usage. A plan counts as spent from the day of its charge and is
     not part of the average. An hourly budget is extrapolated from its own hour instead. Takes one query, or two for the
@@ -110,22 +114,35 @@ def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
         return BudgetForecast(None, None)
     if budgets.is_exhausted(budget, now) and budget.exhausted_at:
         return BudgetForecast(to_utc_date(budget.exhausted_at), None)
-    today, (began, ends) = to_utc_date(now), budgets.get_period_bounds(budget.period, now)
+    today, (began, ends) = to_utc_date(now), budgets.get_period_bounds(budget, now)
     if budget.period == Period.HOUR and ends:
-        expected = Fraction(budgets.get_spent(budget, now)) * ((ends - began) // MINUTE) / max((now - began) // MINUTE, 1)
-        return BudgetForecast(today if expected >= Fraction(budget.amount) else None, None)
-    first, until = today - timedelta(days=FORECAST_WINDOW_DAYS), ends.date() if ends else date.max
+        return _extrapolate_hour(budget, began, ends, now)
+    first = today - FORECAST_WINDOW_DAYS * DAY
     days = budgets.sum_spending_by_day(budget, min(began, start_of_day(first)), ends)
-    spent = sum((sums.total for day, sums in days.items() if day >= began.date()), Fraction(0))
+    if began == start_of_day(began.date()):
+        spent = sum((sums.total for day, sums in days.items() if day >= began.date()), Fraction(0))
+    else:
+        spent = Fraction(budgets.get_spent(budget, now))  # only a part of the first UTC day belongs to the period
     recent = {day: sums.without_plans for day, sums in days.items() if first <= day < today}
     pace = sum(recent.values()) / Fraction((today - min(recent)).days) if recent else Fraction(0)
-    rest_of_today = max(pace - (days[today].without_plans if today in days else 0), Fraction(0))
-    left = Fraction(budget.amount) - spent - rest_of_today
-    known_pace = pace if recent else None
-    if left <= 0:
-        return BudgetForecast(today, known_pace)
-    number = math.ceil(left / pace) if pace else math.inf
-    return BudgetForecast(today + timedelta(days=number) if number < (until - today).days else None, known_pace)
+    until = min(start_of_day(today + DAY), ends) if ends else start_of_day(today + DAY)
+    rest_of_today = max(pace * _count_days(until - start_of_day(today)) - days.get(today, NOTHING).without_plans, Fraction(0))
+    expected = spent + rest_of_today
+    at_end = pricing.round_half_up(expected + pace * _count_days(ends - until)) if ends and recent else None
+    left, last_day = Fraction(budgets.get_limit(budget, now)) - expected, to_utc_date(ends - MINUTE) if ends else date.max
+    number = max(math.ceil(left / pace), 0) if pace else 0 if left <= 0 else math.inf
+    runs_out = today + timedelta(days=number) if number <= (last_day - today).days else None
+    return BudgetForecast(runs_out, pace if recent else None, at_end)
+
+
+def _extrapolate_hour(budget: Budget, began: datetime, ends: datetime, now: datetime) -> BudgetForecast:
+    expected = Fraction(budgets.get_spent(budget, now)) * ((ends - began) // MINUTE) / max((now - began) // MINUTE, 1)
+    is_over = expected >= Fraction(budgets.get_limit(budget, now))
+    return BudgetForecast(to_utc_date(now) if is_over else None, None, pricing.round_half_up(expected))
+
+
+def _count_days(duration: timedelta) -> Fraction:
+    return Fraction(duration // MINUTE, DAY // MINUTE)
 
 
 def predict_exhaustion_date(budget: Budget, now: datetime) -> date | None:

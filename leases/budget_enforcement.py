@@ -99,7 +99,7 @@ def _enforce_on_lease(pk: UUID, *, now: datetime) -> str:
 
 def _describe_exhaustion(budget: Budget, *, now: datetime) -> str:
     """Describe the budget, and the time within which it would be exceeded if its amount is not spent yet."""
-    if budgets.get_spent(budget, now) >= budget.amount:
+    if budgets.get_spent(budget, now) >= budgets.get_limit(budget, now):
         return str(budget)
     minutes = budgets.get_stop_delay(budget).total_seconds() / 60
     within = "the next minute" if minutes == 1 else f"the next {minutes:g} minutes"

@@ -143,15 +143,16 @@ def _get_budgets(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> d
 def _serialize_budget(budget: Budget, did: str, basis: budgets.ReservationBasis, now: datetime) -> dict[str, Any]:
     """Return a budget as far as an API key of the agent could read it."""
     disclosure = budgets.get_disclosure(budget.scope, budget.subject, operator=False, dids=[did], key_id="")
-    spent, resets_at = budgets.get_spent(budget, now), budgets.get_period_bounds(budget.period, now)[1]
+    spent, resets_at = budgets.get_spent(budget, now), budgets.get_period_bounds(budget, now)[1]
     reserved = budgets.compute_reservation(budget, now=now, basis=basis)
     return {
         "scope": budget.scope,
         "unit": budget.unit,
+        "model": budget.model,
         "period": budget.period,
         "hard": budget.hard,
-        "exhausted": budgets.is_over(budget, spent, reserved),
-        "amount": format_decimal(budget.amount) if disclosure != Disclosure.NOTHING else None,
+        "exhausted": budgets.is_over(budget, spent, reserved, now=now),
+        "amount": format_decimal(budgets.get_limit(budget, now)) if disclosure != Disclosure.NOTHING else None,
         "spent": format_decimal(spent) if disclosure == Disclosure.SPENDING else None,
         "resets_at": format_timestamp(resets_at) if resets_at else None,
     }

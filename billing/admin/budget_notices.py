@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString
 from billing import budgets
 from billing.admin.budget_usage import (
     compute_percent_spent,
+    describe_exhaustion,
     format_usage,
     get_level,
     render_budget_state,
@@ -59,11 +60,11 @@ def build_notices(budgets_: Iterable[Budget], now: datetime) -> list[BudgetNotic
 def _describe_consequence(budget: Budget, now: datetime) -> str:
     if get_level(budget, now) != "exhausted":
         return ""
-    return ", new leases are refused and active ones end" if budget.hard else ", warning only"
+    return f", {describe_exhaustion(budget)}"
 
 
 def build_all_notices(now: datetime) -> list[BudgetNotice]:
-    """Build notices of all budgets past their warning level, at most MAX_NOTICES and a link to the rest. One query."""
+    """Build notices of all budgets past their warning level, at most MAX_NOTICES and a link to the rest. Two queries."""
     affected = Budget.objects.filter(budgets.build_marked_filter("warned_for", now))
     rows = [*affected.order_by(F("exhausted_for").asc(nulls_last=True), "-hard", "pk")[: MAX_NOTICES + 1]]
     notices = build_notices(rows[:MAX_NOTICES], now)

@@ -22,19 +22,20 @@ from unfold.decorators import display
 
 from billing import budgets
 from billing.admin.budget_usage import (
-    build_forecast_field,
+    build_forecast_fields,
     compute_percent_spent,
+    describe_exhaustion,
     format_amount,
+    format_percents,
     format_usage,
     get_level,
-    get_unit_label,
     render_budget_state,
     render_gauge,
     render_reset_time,
 )
 from billing.admin.overshoot import describe_overshoot
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
-from billing.models.budgets import Period, Scope, Unit
+from billing.models.budgets import UTC_ZONE_NAME, Period, Scope, Unit, get_default_warn_percents
 from sandboxes.admin.base.actions import AdminAction
 from sandboxes.admin.base.audit import list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
@@ -88,8 +89,29 @@ ACTIVATE_ACTION = AdminAction(
 )
 
 
+class PercentListField(forms.Field):
+    """Percentages, separated by commas."""
+
+    def prepare_value(self, value: Any) -> Any:
+        return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+    def to_python(self, value: Any) -> list[int]:
+        parts = [part.strip() for part in (value or "").split(",")] if (value or "").strip() else []
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            raise ValidationError("Enter whole numbers, separated by commas.")
+        return sorted({int(part) for part in parts})
+
+    def has_changed(self, initial: Any, data: Any) -> bool:
+        return super().has_changed(self.prepare_value(initial), data)
+
+
 class BudgetForm(forms.ModelForm):
     """Budget whose subject must exist. An agent may be named before its first lease."""
+
+    warn_percents = PercentListField(
+        label="Warn at (%)", required=False, initial=get_default_warn_percents,
+        help_text="Send a warning at these shares of the amount: numbers separated by commas.",
+    )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,8 +122,11 @@ class BudgetForm(forms.ModelForm):
                 "DID of an agent, number or prefix of an API key, name of an environment type or of an account. "
                 "Leave empty for everything. Keys, types and accounts must exist. An agent may be named before it joins."
             )
-            self.fields["hard"].help_text = "Refuse new leases and end active ones. Otherwise only a warning is sent."
-            self.fields["warn_percent"].help_text = "Send a warning at this share of the amount."
+            self.fields[
+                "hard"
+            ].help_text = (
+                "Refuse new leases and end active ones; for a model, refuse its calls. Otherwise only warnings are sent."
+            )
             self.fields[
                 "grace"
             ].help_text = 'Time for running sandboxes to finish before their lease ends. For example "0", "30s", "5m" or "1h".'
@@ -154,12 +179,12 @@ class BudgetAdmin(ConsoleModelAdmin):
         "off": ListTab("Inactive", "No inactive budgets: every budget is active.", lambda now: Q(active=False)),
     }
     fieldsets = [
-        ("Applies to", {"fields": ["scope", "subject"]}),
-        ("Amount", {"fields": ["amount", "unit", "period"]}),
-        ("On exhaustion", {"fields": ["hard", "warn_percent", "grace"]}),
+        ("Applies to", {"fields": ["scope", "subject", "model"]}),
+        ("Amount", {"fields": ["amount", "unit", "period", "time_zone"]}),
+        ("On exhaustion", {"fields": ["hard", "warn_percents", "grace"]}),
     ]
     formfield_overrides = {**ConsoleModelAdmin.formfield_overrides, models.DurationField: {"form_class": DurationOrZeroField}}
-    labels = {"hard": "Hard limit", "warn_percent": "Warn at (%)", "grace": "Grace period"}
+    labels = {"hard": "Hard limit", "warn_percents": "Warn at (%)", "grace": "Grace period"}
     change_form_outer_before_template = "admin/billing/budget/page.html"
     row_actions = {"turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
 
@@ -176,12 +201,14 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     @display(description="Budget")
     def budget_label(self, row: Budget) -> SafeString:
-        period = "lifetime" if row.period == Period.EVER else f"per {row.period}"
-        return render_two_lines(f"{format_usd(row.amount)} {get_unit_label(row)}", period)
+        zone = "" if row.time_zone == UTC_ZONE_NAME else f", {row.time_zone}"
+        period = "lifetime" if row.period == Period.EVER else f"per {row.period}{zone}"
+        return render_two_lines(f"{format_usd(row.amount)} {row.unit_label}", period)
 
     @display(description="Applies to")
     def subject_label(self, row: Budget) -> SafeString | str:
-        return render_two_lines(capfirst(Scope(row.scope).label), row.subject_link) if row.subject else "Everything"  # type: ignore[attr-defined]
+        scope = f"{capfirst(Scope(row.scope).label)}, model {row.model}" if row.model else capfirst(Scope(row.scope).label)
+        return render_two_lines(scope, row.subject_link) if row.subject else scope  # type: ignore[attr-defined]
 
     @display(description="Spent")
     def spending(self, row: Budget) -> SafeString:
@@ -194,7 +221,9 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     @display(description="On exhaustion")
     def strictness(self, row: Budget) -> SafeString | str:
-        return render_two_lines("ends leases", f"grace period {format_duration(row.grace)}") if row.hard else "warning only"
+        if row.hard and not row.model:
+            return render_two_lines("ends leases", f"grace period {format_duration(row.grace)}")
+        return describe_exhaustion(row)
 
     @display(description="State")
     def condition(self, row: Budget) -> SafeString:
@@ -211,21 +240,28 @@ class BudgetAdmin(ConsoleModelAdmin):
                 (leases[tab.holder], tab, render_time_since(tab.opened_at), format_amount(amount, row))
                 for tab, amount in spenders
             ],
-            "unit": get_unit_label(row),
+            "unit": row.unit_label,
             "open_tabs": count,
             "overshoot": describe_overshoot(row, count, now),
             "notifications": list_budget_events(row),
+            "top_ups": [(each, f"{format_usd(each.amount)} {row.unit_label}") for each in row.top_ups.all()[:MAX_PANEL_ROWS]],
             "audit": list_audit_entries(row, MAX_PANEL_ROWS),
         }
 
     def build_fields(self, row: Budget, count: int, now: datetime) -> list[SummaryField]:
-        began, ends = budgets.get_period_bounds(row.period, now)
+        began, ends = budgets.get_period_bounds(row, now)
         spent = budgets.get_spent(row, now)
-        left = max(row.amount - spent, Decimal(0))
+        reserves, zone = row.hard and not row.model, UTC_ZONE_NAME if row.period == Period.HOUR else row.time_zone
+        limit, topped_up = budgets.get_limit(row, now), budgets.get_topped_up(row, now)
+        left = max(limit - spent, Decimal(0))
+        of_limit = (
+            f"of {format_usd(limit)}, {format_usd(topped_up)} of it topped up" if topped_up else f"of {format_usd(limit)}"
+        )
         updated = format_html("updated {}", render_time_ago(row.spent_at)) if row.spent_at else "not computed yet"
         uncertain = "".join(f", {text}" for text in [str(budgets.get_uncertainty(row, now))] if text)
         subject = render_subjects([row]).get(row.pk, row.subject)
         scope = capfirst(Scope(row.scope).label) if row.subject else "every lease and unclaimed sandboxes"
+        scope = f"model calls of {row.model}" if row.model else scope
         reserved = f"{format_usd(settings.MINIMUM_USD)} USD" if row.unit == Unit.USD else format_duration(settings.MINIMUM_TIME)
         return [
             SummaryField(
@@ -240,33 +276,35 @@ class BudgetAdmin(ConsoleModelAdmin):
                 note=format_html("{} {} %, {}{}", render_gauge(row, now), compute_percent_spent(row, now), updated, uncertain),
                 alarm=get_level(row, now) == "exhausted",
             ),
-            SummaryField("Left", f"{format_amount(left, row)} {get_unit_label(row)}", note=f"of {format_usd(row.amount)}"),
-            *([build_reservation_field(row, now)] if row.hard and row.active else []),
-            build_forecast_field(row, now),
+            SummaryField("Left", f"{format_amount(left, row)} {row.unit_label}", note=of_limit),
+            *([build_reservation_field(row, now)] if reserves and row.active else []),
+            *build_forecast_fields(row, now),
             SummaryField(
                 "Period",
-                f"{row.get_period_display()}, UTC" if ends else "lifetime",
+                f"{row.get_period_display()}, {zone}" if ends else "lifetime",
                 note=format_html(
                     "since {}, {}",
-                    f"{began:%Y-%m-%d %H:%M}" if row.period == Period.HOUR else f"{began:%Y-%m-%d}",
+                    f"{began:%Y-%m-%d %H:%M} UTC" if began.hour or row.period == Period.HOUR else f"{began:%Y-%m-%d}",
                     render_reset_time(row, now),
                 )
                 if ends
                 else "no reset",
             ),
             SummaryField(
-                "Warning",
-                f"at {row.warn_percent} %",
-                note=f"{format_usd(row.amount * row.warn_percent / 100)} {get_unit_label(row)}",
+                "Warnings",
+                f"at {format_percents(row.warn_percents)}" if row.warn_percents else "none",
+                note=", ".join(format_usd(limit * percent / 100) for percent in row.warn_percents),
             ),
             SummaryField(
                 "On exhaustion",
-                "new leases are refused, active ones end" if row.hard else "warning only",
-                note=f"running sandboxes have a grace period of {format_duration(row.grace)}"
-                if row.hard
-                else "leases continue",
+                describe_exhaustion(row),
+                note="leases continue"
+                if row.model or not row.hard
+                else f"running sandboxes have a grace period of {format_duration(row.grace)}",
             ),
-            SummaryField("Open leases", f"{count:,}", note=f"{reserved} reserved for each" if row.hard else ""),
+            SummaryField(
+                "Open leases", f"{count:,}", note=f"{reserved} reserved for each" if row.hard and not row.model else ""
+            ),
         ]
 
 
@@ -277,9 +315,9 @@ def build_reservation_field(row: Budget, now: datetime) -> SummaryField:
     reserved = budgets.compute_reservation(row, now=now)
     return SummaryField(
         f"Reserved {within}",
-        f"{format_amount(reserved, row)} {get_unit_label(row)}",
+        f"{format_amount(reserved, row)} {row.unit_label}",
         note="running sandboxes, with usage that is not metered yet",
-        alarm=budgets.is_over(row, budgets.get_spent(row, now), reserved),
+        alarm=budgets.is_over(row, budgets.get_spent(row, now), reserved, now=now),
     )
 
 
@@ -301,13 +339,14 @@ def list_budget_events(budget: Budget) -> list[BudgetEventRow]:
         EventType.BUDGET_EXHAUSTED: render_badge("failed", "exhausted"),
     }
     events = Event.objects.filter(kind__in=[*kinds], key__startswith=f"{budget.pk} ").order_by("-at", "kind")[:MAX_PANEL_ROWS]
-    return [
-        BudgetEventRow(
-            reverse("admin:sandboxes_event_change", args=[event.pk]),
-            event.kind,
-            kinds[EventType(event.kind)],
-            event.at,
-            f"{format_amount(Decimal(event.payload['spent']), budget)} of {event.payload['amount']} {get_unit_label(budget)}",
-        )
-        for event in events
-    ]
+    return [_build_event_row(event, kinds[EventType(event.kind)], budget) for event in events]
+
+
+def _build_event_row(event: Event, badge: SafeString, budget: Budget) -> BudgetEventRow:
+    payload = event.payload  # those of earlier versions have neither top-ups nor a percentage
+    limit = format_usd(Decimal(payload["amount"]) + Decimal(payload.get("topped_up", 0)))
+    spent = f"{format_amount(Decimal(payload['spent']), budget)} of {limit} {budget.unit_label}"
+    threshold = f", at {payload['percent']} %" if event.kind == EventType.BUDGET_WARNING and "percent" in payload else ""
+    return BudgetEventRow(
+        reverse("admin:sandboxes_event_change", args=[event.pk]), event.kind, badge, event.at, f"{spent}{threshold}"
+    )

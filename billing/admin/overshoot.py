@@ -18,6 +18,10 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
         return ["The budget is inactive: nothing is refused and no lease is ended, so there is no bound."]
     if not budget.hard:
         return ["The budget only warns: nothing is refused and no lease is ended, so there is no bound."]
+    if budget.model:
+        return [
+            "Model calls are reserved at their estimated price: only the errors of the estimates of calls in progress add up."
+        ]
     delay, open_ = budgets.get_stop_delay(budget), pluralize(count, "lease is", "leases are")
     sentences = [
         f"{open_} open. The time of running sandboxes is reserved for {format_duration(delay)} ahead, the grace period of "
@@ -43,5 +47,5 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
 def _count_lease_headroom(budget: Budget, now: datetime) -> int:
     """Count the leases that the remaining amount admits, given the minimum reserved for each."""
     minimum = budgets.get_minimum_reservation(budget.unit)
-    left = max(budget.amount - budgets.get_spent(budget, now), Decimal(0))
+    left = max(budgets.get_limit(budget, now) - budgets.get_spent(budget, now), Decimal(0))
     return int(round(left / minimum, 6)) if minimum else 0  # one minute is not an exact decimal number of hours

@@ -25,6 +25,9 @@ A sweep computes each budget's spending from usage and costs (`update_spending`)
     calls       errors of the estimates of the model calls in flight (billing.budgets.call_admission)
     measured    CPU and memory priced by use are read every 5 minutes, and may be counted that much later
 
+A budget for a model counts the calls of the models that match its pattern, and refuses such calls alone: it reserves nothing
+for sandboxes, refuses no start and ends no lease.
+
 An account's budget counts the usage billed to the account. If an agent moves, its earlier usage counts for the old account
 and its later usage for the new one. Admission depends on the agent's account today (UTC).
 
@@ -47,7 +50,17 @@ from billing.budgets.admission import (
 from billing.budgets.call_admission import check_call, sum_lease_calls
 from billing.budgets.call_blocks import update_call_blocks
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
-from billing.budgets.periods import build_marked_filter, get_grace_deadline, get_period_bounds, get_spent, get_uncertainty
+from billing.budgets.model_patterns import is_model_match
+from billing.budgets.periods import (
+    build_marked_filter,
+    compute_period_bounds,
+    get_grace_deadline,
+    get_limit,
+    get_period_bounds,
+    get_spent,
+    get_topped_up,
+    get_uncertainty,
+)
 from billing.budgets.reservation import (
     SWEEP_INTERVAL,
     ReservationBasis,
@@ -63,22 +76,27 @@ from billing.budgets.scopes import (
     find_open_tabs,
     find_visible_budgets,
 )
-from billing.budgets.spending import find_top_spenders, sum_spending_by_day
-from billing.budgets.updates import remove_budget, save_budget, set_active, update_spending
+from billing.budgets.spending import DailySpending, find_top_spenders, sum_spending_by_day
+from billing.budgets.top_ups import top_up
+from billing.budgets.updates import change_budget, create_once, remove_budget, save_budget, set_active, update_spending
 
 __all__ = [
     "ANY_EXHAUSTED_SQL",
     "ANY_HARD_SQL",
     "SWEEP_INTERVAL",
+    "DailySpending",
     "Disclosure",
     "ReservationBasis",
     "build_agent_filter",
     "build_marked_filter",
     "build_tab_filter",
     "build_tabs_filter",
+    "change_budget",
     "check_call",
     "close_tab",
+    "compute_period_bounds",
     "compute_reservation",
+    "create_once",
     "find_exhausted",
     "find_exhausted_for_lease",
     "find_open_tabs",
@@ -86,12 +104,15 @@ __all__ = [
     "find_visible_budgets",
     "get_disclosure",
     "get_grace_deadline",
+    "get_limit",
     "get_minimum_reservation",
     "get_period_bounds",
     "get_spent",
     "get_stop_delay",
+    "get_topped_up",
     "get_uncertainty",
     "is_exhausted",
+    "is_model_match",
     "is_over",
     "lock_for_grant",
     "remove_budget",
@@ -102,6 +123,7 @@ __all__ = [
     "set_active",
     "sum_lease_calls",
     "sum_spending_by_day",
+    "top_up",
     "update_call_blocks",
     "update_spending",
 ]

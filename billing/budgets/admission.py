@@ -7,7 +7,7 @@ from uuid import UUID
 from django.conf import settings
 from django.db.models import Q
 
-from billing.budgets.periods import get_grace_deadline, get_spent
+from billing.budgets.periods import get_grace_deadline, get_limit, get_spent
 from billing.budgets.refusal import Shortage, build_refusal
 from billing.budgets.reservation import Applicant, compute_reservation, get_stop_delay, is_exhausted, is_over
 from billing.budgets.scopes import build_tab_filter, find_open_tabs
@@ -19,9 +19,11 @@ from billing.models.budgets import Unit
 from billing.pricing import format_decimal
 from sandboxes.db import sql
 
-EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard"  # the condition of the partial index budget_exhausted
+# The first three are the condition of the partial index budget_exhausted. A budget for a model refuses calls alone.
+EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard AND model = ''"
 ANY_EXHAUSTED_SQL = f"SELECT EXISTS (SELECT 1 FROM billing_budget WHERE {EXHAUSTED_SQL})"  # noqa: S608 - no user input
-ANY_HARD_SQL = "SELECT EXISTS (SELECT 1 FROM billing_budget WHERE active AND hard)"
+ANY_HARD_SQL = "SELECT EXISTS (SELECT 1 FROM billing_budget WHERE active AND hard AND model = '')"
+LIMITS_LEASES = Q(active=True, hard=True, model="")
 EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s, %s))"
 
 
@@ -32,9 +34,7 @@ def lock_for_grant(tab: Tab, *, now: datetime) -> None:
     Raise BudgetExhausted if a hard budget has no room. The budgets stay locked until the transaction ends, so that concurrent
     grants count this lease. Needs no call while no hard budget exists (ANY_HARD_SQL)."""
     lease_filter = build_tab_filter(tab, now=now)
-    hard = (
-        Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, active=True, hard=True).order_by("pk")
-    )
+    hard = Budget.objects.select_for_update(no_key=True, of=("self",)).filter(lease_filter, LIMITS_LEASES).order_by("pk")
     active_leases = {budget: find_open_tabs(budget, now=now).count() for budget in hard}
     full_budgets = {
         budget: Shortage(get_spent(budget, now), _explain_reservation(number * get_minimum_reservation(budget.unit)))
@@ -47,8 +47,8 @@ def lock_for_grant(tab: Tab, *, now: datetime) -> None:
 
 def _has_room(budget: Budget, active_leases: int, *, now: datetime) -> bool:
     """Return whether one more lease fits into the budget."""
-    spent = get_spent(budget, now)
-    return spent < budget.amount and spent + (active_leases + 1) * get_minimum_reservation(budget.unit) <= budget.amount
+    spent, limit = get_spent(budget, now), get_limit(budget, now)
+    return spent < limit and spent + (active_leases + 1) * get_minimum_reservation(budget.unit) <= limit
 
 
 def get_minimum_reservation(unit: str) -> Decimal:
@@ -80,14 +80,14 @@ def require_room(holder: UUID, *, size: SandboxSize | None = None, now: datetime
 
     `size` is that of a new sandbox, if the lease has none. Without a hard budget this is one query. Two concurrent starts may
     both find room: the check after the start, and the next pass, count both."""
-    tab = sql.find_first(Tab, "holder = %s", holder) if Budget.objects.filter(active=True, hard=True).exists() else None
+    tab = sql.find_first(Tab, "holder = %s", holder) if Budget.objects.filter(LIMITS_LEASES).exists() else None
     if tab is None:
         return
     lease_filter = build_tab_filter(tab, now=now)
     applicant, reserved = Applicant(holder, size), {}
-    for budget in Budget.objects.filter(lease_filter, active=True, hard=True).order_by("pk"):
+    for budget in Budget.objects.filter(lease_filter, LIMITS_LEASES).order_by("pk"):
         amount = compute_reservation(budget, now=now, applicant=applicant)
-        if is_over(budget, get_spent(budget, now), amount):
+        if is_over(budget, get_spent(budget, now), amount, now=now):
             reserved[budget] = amount
     if reserved:
         raise _build_start_refusal(reserved, now=now)
@@ -108,10 +108,11 @@ def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
 
 
 def find_exhausted(*, now: datetime, condition: Q | None = None, applicant: Applicant | None = None) -> list[Budget]:
-    """Find the exhausted hard budgets that match `condition`. A sandbox of the applicant counts as if it were running.
+    """Find the exhausted hard budgets that match `condition`, without those for a model, which refuse calls alone.
 
-    A budget whose period has ended or whose amount was raised is not exhausted, even before the next sweep clears its mark."""
-    marked = Budget.objects.filter(condition or Q(), exhausted_at__isnull=False, active=True, hard=True).order_by("pk")
+    A sandbox of the applicant counts as if it were running. A budget whose period has ended or whose amount was raised is not
+    exhausted, even before the next sweep clears its mark."""
+    marked = Budget.objects.filter(condition or Q(), LIMITS_LEASES, exhausted_at__isnull=False).order_by("pk")
     return [budget for budget in marked if is_exhausted(budget, now, applicant)]
 
 

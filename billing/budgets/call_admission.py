@@ -9,13 +9,14 @@ from uuid import UUID
 
 from billing.budgets import call_sums
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
-from billing.budgets.periods import get_period_bounds
+from billing.budgets.model_patterns import is_model_match
+from billing.budgets.periods import get_limit, get_period_bounds, split_period
 from billing.budgets.refusal import Shortage, build_refusal
 from billing.budgets.scopes import LEASE_BUDGET_SQL
-from billing.dates import to_utc_date
+from billing.dates import start_of_day, to_utc_date
 from billing.errors import BudgetExhausted
 from billing.models import Budget
-from billing.models.budgets import Period, Unit
+from billing.models.budgets import Unit
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.egress.refusals import CallRefused
@@ -29,13 +30,18 @@ def sum_lease_calls(holder: UUID) -> Decimal:
     return call_sums.sum_lease(holder)
 
 
-def sum_calls_before(budget: Budget, began: datetime, day: date) -> Decimal:
-    """Return the cost of a budget's metered model calls from the period's start to the day before `day`, in USD.
+def sum_calls_before(budget: Budget, began: datetime, ends: datetime | None, *, day: date) -> Decimal:
+    """Return the cost of a budget's model calls from the period's start to the day before `day`, in USD.
 
-    Kept with the budget, so that an admission sums one day. 0 for an hour, which is in one day."""
-    if budget.unit != Unit.USD or budget.period == Period.HOUR:
+    Kept with the budget, so that an admission sums one day. Full days count their metered calls, a part of a day all calls. 0
+    for an hour, which is in one day."""
+    if budget.unit != Unit.USD:
         return Decimal(0)
-    return call_sums.sum_metered(budget, began.date(), day)
+    parts = split_period(began, ends)
+    edges = (call_sums.sum_between(budget, *edge) for edge in parts.edges if edge[0].date() < day)
+    until = min(day, parts.until) if parts.until else day
+    metered = call_sums.sum_metered(budget, parts.first_day, until) if parts.first_day < until else Decimal(0)
+    return metered + sum(edges, Decimal(0))
 
 
 def check_call(call: CallReservation, now: datetime) -> Funds:
@@ -43,21 +49,23 @@ def check_call(call: CallReservation, now: datetime) -> Funds:
 
     The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation."""
     lock = f"ORDER BY id {dialect.row_lock()}"
-    hard_budgets = sql.find_all(Budget, f"{HARD_USD_SQL} {lock}", call.holder, to_utc_date(now))
+    applicable = sql.find_all(Budget, f"{HARD_USD_SQL} {lock}", call.holder, to_utc_date(now))
+    hard_budgets = [budget for budget in applicable if is_model_match(budget.model, call.model)]
     if not hard_budgets:
         return NO_LIMIT
     if call.usd is None:
         raise build_not_priced_refusal(call.model)
     spent = {budget: sum_spent_now(budget, now=now) for budget in hard_budgets}
+    limits = {budget: get_limit(budget, now) for budget in hard_budgets}
     shortages = {
         budget: Shortage(spent[budget], f"and this call may cost {format_amount(call.usd)}")
         for budget in hard_budgets
-        if spent[budget] >= budget.amount or spent[budget] + budget.reserved + call.usd > budget.amount
+        if spent[budget] >= limits[budget] or spent[budget] + budget.reserved + call.usd > limits[budget]
     }
     if shortages:
         raise _to_call_refusal(build_refusal(shortages, now=now), call.agent_did)
     known = [
-        budget.amount - spent[budget] - budget.reserved - call.usd
+        limits[budget] - spent[budget] - budget.reserved - call.usd
         for budget in hard_budgets
         if _get_disclosure(budget.scope, budget.subject, call.agent_did) == Disclosure.SPENDING
     ]
@@ -76,11 +84,15 @@ def _to_call_refusal(error: BudgetExhausted, agent_did: str) -> CallRefused:
 
 def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:
     """Return the USD that a budget has spent at this moment: sandboxes as of its last update, and all model calls."""
-    began, ends = get_period_bounds(budget.period, now)
+    began, ends = get_period_bounds(budget, now)
     is_current = budget.period_began == began
     others = budget.spent - budget.calls_spent if is_current else Decimal(0)
-    if budget.period == Period.HOUR and ends:
-        return others + call_sums.sum_hour(budget, began, ends)
-    first_day = budget.calls_day if is_current and budget.calls_day else began.date()
+    since = budget.calls_day if is_current and budget.calls_day else began.date()
     before = budget.calls_before if is_current else Decimal(0)
-    return others + before + call_sums.sum_days(budget, first_day, began, ends)
+    parts = split_period(began, ends)
+    edges = (call_sums.sum_between(budget, *edge) for edge in parts.edges if edge[0].date() >= since)
+    spent = others + before + sum(edges, Decimal(0))
+    if not parts.has_days:
+        return spent
+    until = start_of_day(parts.until) if parts.until else None
+    return spent + call_sums.sum_days(budget, max(since, parts.first_day), start_of_day(parts.first_day), until)

@@ -7,7 +7,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from uuid import UUID
 
-from billing.budgets.scopes import build_usage_condition
+from billing.budgets.scopes import build_call_condition
 from billing.models import Budget, UsageRecord
 from billing.money_sums import NANOS_PER_UNIT, nanos_to_decimal
 from sandboxes.db import dialect, sql
@@ -27,21 +27,21 @@ def sum_lease(holder: UUID) -> Decimal:
 def sum_days(budget: Budget, first_day: date, began: datetime, ends: datetime | None) -> Decimal:
     """Sum a budget's model calls: the metered ones of `first_day` and later, and all unmetered ones since `began`."""
     last_day, until = (ALWAYS, ALWAYS) if ends is None else (_before("day", ends.date()), _before("started_at", ends))
-    owned = build_usage_condition(budget)
+    owned = build_call_condition(budget)
     return _sum_all(owned, _both(Statement("day >= %s", (first_day,)), last_day), _both(_since(began), until))
 
 
-def sum_hour(budget: Budget, began: datetime, ends: datetime) -> Decimal:
+def sum_between(budget: Budget, began: datetime, ends: datetime) -> Decimal:
     """Sum a budget's model calls that started between two times. Usage records have days only, so each call is read."""
     calls = _build_sum_of_calls(
-        "COALESCE(cost, reserved)", build_usage_condition(budget), _both(_since(began), _before("started_at", ends))
+        "COALESCE(cost, reserved)", build_call_condition(budget), _both(_since(began), _before("started_at", ends))
     )
     return _fetch(calls)
 
 
 def sum_metered(budget: Budget, since: date, until: date) -> Decimal:
     """Sum a budget's metered model calls from day `since` up to but not including `until`."""
-    return _fetch(_build_sum_of_usage(build_usage_condition(budget), Statement("day >= %s AND day < %s", (since, until))))
+    return _fetch(_build_sum_of_usage(build_call_condition(budget), Statement("day >= %s AND day < %s", (since, until))))
 
 
 def _sum_all(owned: Statement, days: Statement, period: Statement) -> Decimal:
@@ -62,7 +62,9 @@ def _build_sum_of_usage(owned: Statement, days: Statement) -> Statement:
 def _build_sum_of_calls(owed: str, owned: Statement, period: Statement) -> Statement:
     """Build the sum of `owed` over the calls of a period. Amounts out of range are left out, as in metering."""
     day = dialect.utc_date("started_at")
-    source = f"SELECT holder, agent_did, {day} AS day, {owed} AS owed FROM {CALLS} WHERE {IS_MODEL_CALL} AND {period.text}"  # noqa: S608
+    source = (
+        f"SELECT holder, agent_did, model, {day} AS day, {owed} AS owed FROM {CALLS} WHERE {IS_MODEL_CALL} AND {period.text}"  # noqa: S608
+    )
     text = f"SELECT {_sum_nanos('owed')} FROM ({source}) AS facts WHERE owed < {MAX_USD} AND {owned.text}"  # noqa: S608
     return Statement(text, (*period.values, *owned.values))
 

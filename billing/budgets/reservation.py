@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db.models import Count, Q
 
 from billing import pricing
-from billing.budgets.periods import get_period_bounds, get_spent
+from billing.budgets.periods import get_limit, get_period_bounds, get_spent
 from billing.budgets.scopes import find_open_tabs
 from billing.instance_types import SandboxSize
 from billing.intervals import MICROSECOND
@@ -56,17 +56,17 @@ def get_stop_delay(budget: Budget) -> timedelta:
 def compute_reservation(
     budget: Budget, *, now: datetime, applicant: Applicant | None = None, basis: ReservationBasis | None = None
 ) -> Decimal:
-    """Return the amount reserved for the running sandboxes in a budget's scope, in its unit. 0 for a soft budget.
+    """Return the amount reserved for the running sandboxes in a budget's scope, in its unit.
 
-    The sandbox of the applicant counts as if it were running. Takes one query for any number of sandboxes, one more for
-    an applicant, and the two of the basis if it is not given."""
-    if not budget.hard or not budget.active:
+    0 for a soft budget, and for one of a model. The sandbox of the applicant counts as if it were running. Takes one query for
+    any number of sandboxes, one more for an applicant, and the two of the basis if it is not given."""
+    if not budget.hard or not budget.active or budget.model:
         return Decimal(0)
     sizes = _count_sandboxes(budget, now=now, applicant=applicant)
     if not sizes:
         return Decimal(0)
     basis = basis or ReservationBasis.load()
-    began, ends = get_period_bounds(budget.period, now)
+    began, ends = get_period_bounds(budget, now)
     until = min(now + get_stop_delay(budget), ends or now + get_stop_delay(budget))
     duration = until - max(_find_summed_until(budget, basis, now=now), began)
     hours = Fraction(duration // MICROSECOND, HOUR // MICROSECOND)
@@ -76,17 +76,20 @@ def compute_reservation(
     return pricing.round_half_up(hours * price)
 
 
-def is_over(budget: Budget, spent: Decimal, reserved: Decimal) -> bool:
+def is_over(budget: Budget, spent: Decimal, reserved: Decimal, *, now: datetime) -> bool:
     """Return whether the amount is spent, or would be exceeded before the sandboxes in scope are stopped."""
-    return spent >= budget.amount or spent + reserved > budget.amount
+    limit = get_limit(budget, now)
+    return spent >= limit or spent + reserved > limit
 
 
 def is_exhausted(budget: Budget, now: datetime, applicant: Applicant | None = None) -> bool:
     """Return whether an update marked the budget as exhausted in its current period, and the budget still has no room."""
-    if budget.exhausted_for != get_period_bounds(budget.period, now)[0]:
+    if budget.exhausted_for != get_period_bounds(budget, now)[0]:
         return False
     spent = get_spent(budget, now)
-    return spent >= budget.amount or is_over(budget, spent, compute_reservation(budget, now=now, applicant=applicant))
+    if spent >= get_limit(budget, now):
+        return True
+    return is_over(budget, spent, compute_reservation(budget, now=now, applicant=applicant), now=now)
 
 
 def _count_sandboxes(budget: Budget, *, now: datetime, applicant: Applicant | None) -> dict[SandboxSize, int]:

@@ -8,6 +8,7 @@ from operator import or_
 from django.db.models import Q, QuerySet, Value
 from django.db.models.functions import Coalesce
 
+from billing.budgets.model_patterns import build_model_condition, build_model_filter
 from billing.dates import to_utc_date
 from billing.models import HOUSE_ACCOUNT_NAME, Budget, Membership, Tab
 from billing.models.budgets import Scope
@@ -100,6 +101,11 @@ def build_usage_filters(budget: Budget, began: datetime) -> list[Q]:
     return [_build_holder_filter(budget)]
 
 
+def build_call_filters(budget: Budget, began: datetime) -> list[Q]:
+    """Build disjoint filters of a budget's model calls from `began` on: of usage records, and of calls with a `day`."""
+    return [part & build_model_filter(budget.model) for part in build_usage_filters(budget, began)]
+
+
 def build_usage_condition(budget: Budget) -> Statement:
     """Build the condition of `build_usage_filters` in SQL, for rows `facts` with the columns agent_did, holder and day."""
     if budget.scope == Scope.ALL:
@@ -110,6 +116,12 @@ def build_usage_condition(budget: Budget) -> Statement:
         return Statement(HOUSE_USAGE_SQL if budget.subject == HOUSE_ACCOUNT_NAME else ACCOUNT_USAGE_SQL, (budget.subject,) * 2)
     column = TAB_COLUMNS[Scope(budget.scope)]
     return Statement(f"holder IN (SELECT holder FROM {TABS} WHERE {column} = %s)", (budget.subject,))  # noqa: S608
+
+
+def build_call_condition(budget: Budget) -> Statement:
+    """Build the condition of `build_call_filters` in SQL, for rows `facts` as above with the column model, too."""
+    owned, named = build_usage_condition(budget), build_model_condition(budget.model)
+    return Statement(f"{owned.text} AND {named.text}", (*owned.values, *named.values)) if budget.model else owned
 
 
 def build_cost_filter(budget: Budget) -> Q:

@@ -1,6 +1,10 @@
 """Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
+from collections.abc import Mapping
 from datetime import datetime
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
 
 import structlog
 from django.db import transaction
@@ -8,25 +12,29 @@ from django.db import transaction
 from billing import horizon
 from billing.budgets.call_admission import sum_calls_before
 from billing.budgets.call_blocks import update_call_blocks
-from billing.budgets.periods import get_period_bounds
+from billing.budgets.periods import get_limit, get_period_bounds
 from billing.budgets.reservation import compute_reservation, is_over
 from billing.budgets.spending import sum_spending
 from billing.dates import to_utc_date
+from billing.errors import BudgetNotFound
 from billing.models import Budget
-from billing.models.budgets import Period
 from billing.pricing import format_decimal
+from sandboxes.db import sql
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-OPERATOR_FIELDS = ["scope", "subject", "unit", "amount", "period", "hard", "warn_percent", "grace", "active"]
+OPERATOR_FIELDS = [
+    "scope", "subject", "model", "unit", "amount", "period", "time_zone", "hard", "warn_percents", "grace", "active",
+]  # fmt: skip
 UPDATED_FIELDS = [
     "spent", "unpriced", "estimated_usd", "calls_spent", "calls_before", "calls_day", "reserved", "spent_at", "period_began",
-    "warned_for", "exhausted_for", "exhausted_at",
+    "warned_for", "warned_percent", "exhausted_for", "exhausted_at",
 ]  # fmt: skip
-GRACE_RESET_FIELDS = ["scope", "subject", "unit", "period", "hard", "active"]  # a change of one restarts the grace period
+SUMMED_FIELDS = ["scope", "subject", "model", "unit", "period", "time_zone"]  # a change of one changes the sum
+GRACE_RESET_FIELDS = [*SUMMED_FIELDS, "hard", "active"]  # a change of one restarts the grace period
 
 
 def update_spending(pk: int, *, now: datetime) -> list[str]:
@@ -37,11 +45,11 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
     budget = Budget.objects.filter(pk=pk, active=True).first()
     if budget is None or horizon.is_rebuilding():
         return []
-    began, ends = get_period_bounds(budget.period, now)
+    began, ends = get_period_bounds(budget, now)
     spent = sum_spending(budget, began, ends)  # before the lock, because a grant would wait for the sum
-    calls_before = sum_calls_before(budget, began, to_utc_date(now))
+    calls_before = sum_calls_before(budget, began, ends, day=to_utc_date(now))
     checkpoint("budget summed", budget)
-    unchanged = {field: getattr(budget, field) for field in ("scope", "subject", "unit", "period", "spent_at")}
+    unchanged = {field: getattr(budget, field) for field in (*SUMMED_FIELDS, "spent_at")}
     with transaction.atomic():
         # No row matches after an operator's change, or after a concurrent update, which may have summed newer costs. The next
         # pass updates the budget then.
@@ -61,38 +69,47 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
 def _apply_thresholds(budget: Budget, *, now: datetime) -> list[str]:
     """Write the spending and the marks of a locked budget. Enqueue an event for each newly reached threshold.
 
-    The warning compares the spending alone; the exhaustion includes the reservation."""
+    The warnings compare the spending alone; the exhaustion includes the reservation. If the spending jumps over several
+    warnings, only the highest is sent."""
     changes = []
-    spent, began = budget.spent, budget.period_began
-    if spent * 100 < budget.amount * budget.warn_percent:
-        budget.warned_for = None
-    elif budget.warned_for != began:
-        budget.warned_for = began
-        _emit_event(budget, EventType.BUDGET_WARNING, now=now)
+    spent, began, limit = budget.spent, budget.period_began, get_limit(budget, now)
+    reached = max((percent for percent in budget.warn_percents if spent * 100 >= limit * percent), default=None)
+    sent = budget.warned_percent if budget.warned_for == began else None
+    budget.warned_for, budget.warned_percent = began if reached else None, reached
+    if reached and reached > (sent or 0):
+        _emit_event(budget, EventType.BUDGET_WARNING, reached, now=now)
         changes.append("warned")
-    if not is_over(budget, spent, budget.reserved):
+    if not is_over(budget, spent, budget.reserved, now=now):
         if budget.exhausted_at is not None:
             changes.append("reopened")
         budget.exhausted_for = budget.exhausted_at = None
     elif budget.exhausted_for != began:
         budget.exhausted_for, budget.exhausted_at = began, now
-        _emit_event(budget, EventType.BUDGET_EXHAUSTED, now=now)
+        _emit_event(budget, EventType.BUDGET_EXHAUSTED, 100, now=now)
         changes.append("exhausted")
     budget.save(update_fields=UPDATED_FIELDS)
     return changes
 
 
-def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
-    """Enqueue an event at most once per period, amount, unit, scope and subject, even if spending falls and rises again."""
-    began, ends = get_period_bounds(budget.period, now)
+def _emit_event(budget: Budget, event: EventType, percent: int, *, now: datetime) -> None:
+    """Enqueue an event at most once per period, percentage, amount with top-ups, unit, scope and subject.
+
+    That holds even if the spending falls and rises again."""
+    (began, ends), limit = get_period_bounds(budget, now), get_limit(budget, now)
     payload = {
-        "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
-        "amount": format_decimal(budget.amount), "spent": format_decimal(budget.spent), "warn_percent": budget.warn_percent,
-        "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_optional_timestamp(ends),
+        "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "model": budget.model, "unit": budget.unit,
+        "period": budget.period, "time_zone": budget.time_zone, "amount": format_decimal(budget.amount),
+        "topped_up": format_decimal(limit - budget.amount), "spent": format_decimal(budget.spent),
+        "remaining": format_decimal(max(limit - budget.spent, Decimal(0))), "percent": percent,
+        "estimated_usd": format_decimal(budget.estimated_usd), "unpriced_calls": budget.unpriced, "hard": budget.hard,
+        "period_began": format_timestamp(began), "resets_at": format_optional_timestamp(ends),
     }  # fmt: skip
-    period_key = f"{began:%Y-%m-%dT%H}" if budget.period == Period.HOUR else f"{began:%Y-%m-%d}"
-    outbox.enqueue_event(event, key=f"{budget.pk} {period_key} {budget}"[:255], payload=payload, now=now)
-    log.info(event.value, budget=budget.pk, description=str(budget), spent=format_decimal(budget.spent), hard=budget.hard)
+    key = f"{budget.pk} {began:%Y-%m-%dT%H} {percent} {format_decimal(limit)} {budget}"
+    outbox.enqueue_event(event, key=key[:255], payload=payload, now=now)
+    log.info(
+        event.value, budget=budget.pk, description=str(budget), percent=percent, spent=format_decimal(budget.spent),
+        hard=budget.hard,
+    )  # fmt: skip
 
 
 def save_budget(budget: Budget, *, now: datetime) -> None:
@@ -105,10 +122,48 @@ def save_budget(budget: Budget, *, now: datetime) -> None:
             budget.created_at = now
             budget.save()
         else:
-            unchanged = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
-            # Leases that were not subject to this budget before get a full grace period.
-            Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
-            budget.save(update_fields=OPERATOR_FIELDS)
+            _write_changes(budget)
+    refresh(budget, now=now)
+
+
+def create_once(budget: Budget, request_id: UUID, *, now: datetime) -> tuple[Budget, bool]:
+    """Create a budget, once for a request. Return it, and whether this call created it. Raise ValidationError."""
+    budget.request_id = request_id
+    with transaction.atomic():
+        sql.lock_key(f"budget request {request_id}")
+        present = Budget.objects.filter(request_id=request_id).first()
+        if present is None:
+            budget.full_clean()
+            budget.created_at = now
+            budget.save(force_insert=True)
+    created = present or budget
+    refresh(created, now=now)
+    return created, present is None
+
+
+def change_budget(pk: int, changes: Mapping[str, Any], *, now: datetime) -> Budget:
+    """Change some of the fields that operators set, in the current row. Raise BudgetNotFound, ValidationError."""
+    with transaction.atomic():
+        budget = Budget.objects.select_for_update(no_key=True).filter(pk=pk).first()
+        if budget is None:
+            raise BudgetNotFound
+        for field, value in changes.items():
+            setattr(budget, field, value)
+        budget.full_clean()
+        _write_changes(budget)
+    refresh(budget, now=now)
+    return budget
+
+
+def _write_changes(budget: Budget) -> None:
+    unchanged = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
+    # Leases that were not subject to this budget before get a full grace period.
+    Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
+    budget.save(update_fields=OPERATOR_FIELDS)
+
+
+def refresh(budget: Budget, *, now: datetime) -> None:
+    """Update the spending, and admit or refuse model calls, after a change. If interrupted, the next sweep does so."""
     update_spending(budget.pk, now=now)
     update_call_blocks(now=now)
     budget.refresh_from_db()

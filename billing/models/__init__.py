@@ -2,7 +2,7 @@
 
 from billing.membership import HOUSE_ACCOUNT_NAME
 from billing.models.accounts import Account, Membership
-from billing.models.budgets import Budget, Tab
+from billing.models.budgets import Budget, BudgetTopUp, Tab
 from billing.models.costs import CostRecord
 from billing.models.period_totals import PeriodTotal
 from billing.models.rates import BillableItem, Rate
@@ -14,6 +14,7 @@ __all__ = [
     "Account",
     "BillableItem",
     "Budget",
+    "BudgetTopUp",
     "CostRecord",
     "Credit",
     "Membership",

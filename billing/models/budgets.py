@@ -1,16 +1,46 @@
 """Budgets, and tabs: the budget-relevant attributes of leases."""
 
+import re
 from datetime import timedelta
 from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+from zoneinfo import available_timezones
 
 from django.core.exceptions import ValidationError
-from django.core.validators import MaxValueValidator, MinValueValidator
+from django.core.validators import MinValueValidator
 from django.db import models
-from django.db.models import Q
+from django.db.models import Q, Value
 from django.utils import timezone
 
 DEFAULT_PROJECT_NAME = "default"  # its row is of leases.projects, which billing does not import
 MIN_BUDGET_AMOUNT = Decimal("0.000001")
+MAX_WARN_PERCENTS = 10
+UTC_ZONE_NAME = "UTC"
+MODEL_PATTERN = re.compile(r"[^\s\0\[\]\\]+")
+
+
+def get_default_warn_percents() -> list[int]:
+    return [50, 80, 100]
+
+
+def validate_warn_percents(value: Any) -> None:
+    """Raise ValidationError unless the value is an ascending list of at most MAX_WARN_PERCENTS percentages."""
+    is_list = isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    if not is_list or any(not 1 <= each <= 100 for each in value):
+        raise ValidationError("Enter whole numbers from 1 to 100.")
+    if value != sorted({*value}) or len(value) > MAX_WARN_PERCENTS:
+        raise ValidationError(f"Enter at most {MAX_WARN_PERCENTS} different numbers in ascending order.")
+
+
+def validate_time_zone(value: str) -> None:
+    if value not in available_timezones():
+        raise ValidationError("Enter the name of a time zone of the IANA database, such as Europe/Berlin.")
+
+
+def validate_model_pattern(value: str) -> None:
+    if not MODEL_PATTERN.fullmatch(value):
+        raise ValidationError("Enter the name of a model, or a pattern with * and ?, without spaces, brackets and backslashes.")
 
 
 class Scope(models.TextChoices):
@@ -30,10 +60,11 @@ class Unit(models.TextChoices):
 
 
 class Period(models.TextChoices):
-    """UTC calendar hour, day or month, or a lifetime (`ever`), which does not reset."""
+    """Calendar hour in UTC, day, ISO week or month in the budget's time zone, or a lifetime (`ever`), which does not reset."""
 
     HOUR = "hour"
     DAY = "day"
+    WEEK = "week"
     MONTH = "month"
     EVER = "ever"
 
@@ -49,15 +80,24 @@ class Budget(models.Model):
         max_length=255, blank=True,
         help_text="DID, API key id, environment type, account or project name. Empty if the scope is everything.",
     )  # fmt: skip
+    model = models.CharField(
+        max_length=200, blank=True, default="", db_default="", validators=[validate_model_pattern],
+        help_text="Only model calls of this model or pattern, such as claude-opus*. Empty: sandboxes and all model calls.",
+    )  # fmt: skip
     unit = models.CharField(max_length=5, choices=Unit.choices)
     amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
     period = models.CharField(max_length=5, choices=Period.choices)
+    time_zone = models.CharField(
+        max_length=63, default=UTC_ZONE_NAME, db_default=UTC_ZONE_NAME, validators=[validate_time_zone],
+        help_text="IANA name of the time zone in which days, weeks and months begin, such as Europe/Berlin.",
+    )  # fmt: skip
     hard = models.BooleanField(
         default=True, help_text="Refuse new leases and end active ones once the budget is exhausted. A soft budget only warns."
     )
-    warn_percent = models.PositiveSmallIntegerField(
-        default=80, validators=[MinValueValidator(1), MaxValueValidator(100)], help_text="Send a warning at this percentage."
-    )
+    warn_percents = models.JSONField(
+        default=get_default_warn_percents, db_default=Value(get_default_warn_percents(), models.JSONField()), blank=True,
+        validators=[validate_warn_percents], help_text="Send a warning at these percentages, in ascending order.",
+    )  # fmt: skip
     grace = models.DurationField(
         default=timedelta(minutes=5),
         help_text="Time that running work may continue after exhaustion, before its lease is ended.",
@@ -90,6 +130,9 @@ class Budget(models.Model):
     period_began = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start of the period of the amount spent."
     )
+    warned_percent = models.PositiveSmallIntegerField(
+        null=True, blank=True, editable=False, help_text="Highest percentage of which a warning was sent in that period."
+    )
     warned_for = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start of the period in which the warning was sent."
     )
@@ -97,6 +140,14 @@ class Budget(models.Model):
         null=True, blank=True, editable=False, help_text="Start of the period in which the budget was exhausted."
     )
     exhausted_at = models.DateTimeField(null=True, blank=True, editable=False)
+    topped_up = models.DecimalField(
+        max_digits=15, decimal_places=6, default=Decimal(0), db_default=Decimal(0), editable=False,
+        help_text="Sum of the top-ups of the period that began at `topped_up_for`.",
+    )  # fmt: skip
+    topped_up_for = models.DateTimeField(null=True, blank=True, editable=False)
+    request_id = models.UUIDField(
+        null=True, blank=True, unique=True, editable=False, help_text="API request that created the budget, if one did."
+    )
 
     class Meta:
         ordering = ["pk"]
@@ -110,7 +161,11 @@ class Budget(models.Model):
                 name="budget_has_its_subject",
                 violation_error_message="Leave the subject empty for a budget on everything. Every other scope requires one.",
             ),
-            models.CheckConstraint(condition=Q(warn_percent__gte=1, warn_percent__lte=100), name="budget_warns_in_time"),
+            models.CheckConstraint(
+                condition=Q(model="") | Q(unit="usd"),
+                name="budget_of_model_in_usd",
+                violation_error_message="A budget for a model has an amount in USD: model calls have no sandbox-hours.",
+            ),
             models.CheckConstraint(
                 condition=Q(grace__gte=timedelta(0)),
                 name="budget_grace",
@@ -131,15 +186,46 @@ class Budget(models.Model):
             " (lifetime)" if self.period == Period.EVER else f" {'an' if self.period == Period.HOUR else 'a'} {self.period}"
         )
         amount = f"{self.amount.normalize():f}"
-        return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{period_suffix} for {self.subject_label}"
+        zone = "" if self.time_zone == UTC_ZONE_NAME else f" ({self.time_zone})"
+        return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{period_suffix}{zone} for {self.subject_label}"
 
     @property
     def subject_label(self) -> str:
-        return "everything" if self.scope == Scope.ALL else f"{Scope(self.scope).label.lower()} {self.subject}"
+        model = f"model {self.model}" if self.model else ""
+        if self.scope == Scope.ALL:
+            return model or "everything"
+        return ", ".join(filter(None, [f"{Scope(self.scope).label.lower()} {self.subject}", model]))
+
+    @property
+    def unit_label(self) -> str:
+        return "USD" if self.unit == Unit.USD else "hours"
 
     def clean(self) -> None:
         if self.scope == Scope.KEY and not self.subject.isdecimal():
             raise ValidationError({"subject": "Enter the numeric id of an API key."})
+
+
+class BudgetTopUp(models.Model):
+    """Amount that an operator added to one period of a budget. Never changed; it expires with the period."""
+
+    id = models.UUIDField(primary_key=True, default=uuid4, editable=False, help_text="Also identifies a repeated request.")
+    budget = models.ForeignKey(Budget, on_delete=models.CASCADE, related_name="top_ups", editable=False)
+    period_began = models.DateTimeField(editable=False, help_text="Start of the period that the amount is added to.")
+    amount = models.DecimalField(
+        max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)], editable=False
+    )
+    note = models.CharField(max_length=300, blank=True, editable=False)
+    actor = models.CharField(max_length=200, editable=False)
+    created_at = models.DateTimeField(editable=False)
+
+    class Meta:
+        verbose_name = "top-up"
+        default_permissions = ()
+        ordering = ["-created_at", "-pk"]
+        constraints = [models.CheckConstraint(condition=Q(amount__gt=0), name="topup_positive")]
+
+    def __str__(self) -> str:
+        return f"{self.amount.normalize():f} of budget {self.budget_id}"
 
 
 class Tab(models.Model):

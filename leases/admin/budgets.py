@@ -9,7 +9,7 @@ from django.utils.html import format_html
 
 from billing import budgets
 from billing.admin.budget_notices import BudgetNotice, build_notices
-from billing.admin.budget_usage import format_amount, get_unit_label
+from billing.admin.budget_usage import format_amount
 from billing.models import Budget, Tab
 from leases.budget_enforcement import END_REASON
 from leases.models import Lease, LeaseStatus
@@ -33,18 +33,18 @@ def summarize_lease_budgets(request: HttpRequest, lease: Lease, now: datetime) -
     if lease.status != LeaseStatus.ACTIVE:
         return [], [_build_ended_by_field(lease)] if lease.end_reason == END_REASON else []
     applicable = [*Budget.objects.filter(_build_lease_filter(lease, now), active=True).order_by("pk")]
-    hard = [each for each in applicable if each.hard]
+    hard = [each for each in applicable if each.hard and not each.model]
     return build_notices(applicable, now), [_build_tightest_budget_field(hard, now)]
 
 
 def _build_tightest_budget_field(hard: list[Budget], now: datetime) -> SummaryField:
     if not hard:
         return SummaryField("Hard budgets", "none", note="cost does not end this lease")
-    tightest = max(hard, key=lambda each: budgets.get_spent(each, now) / each.amount)
-    left = max(tightest.amount - budgets.get_spent(tightest, now), Decimal(0))
+    tightest = max(hard, key=lambda each: budgets.get_spent(each, now) / budgets.get_limit(each, now))
+    left = max(budgets.get_limit(tightest, now) - budgets.get_spent(tightest, now), Decimal(0))
     return SummaryField(
         pluralize(len(hard), "hard budget", "hard budgets").capitalize(),
-        f"{format_amount(left, tightest)} {get_unit_label(tightest)} left",
+        f"{format_amount(left, tightest)} {tightest.unit_label} left",
         note=format_html("of {}", render_admin_link("billing_budget", tightest.pk, tightest)),
         alarm=left == 0,
     )
@@ -60,7 +60,7 @@ def _build_ended_by_field(lease: Lease) -> SummaryField:
 
 
 def build_agent_notices(request: HttpRequest, did: str, now: datetime) -> list[BudgetNotice]:
-    """Build notices of the budgets that an agent or one of its open leases counts against. One query."""
+    """Build notices of the budgets that an agent or one of its open leases counts against. Two queries."""
     if not can_view_budgets(request):
         return []
     open_tabs = Tab.objects.filter(agent_did=did, closed_at__isnull=True)

@@ -10,14 +10,13 @@ from django.core.exceptions import ValidationError as InvalidRate
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpResponse
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import extend_schema, extend_schema_field
+from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.response import Response
 
 from billing.pricing import format_decimal
 from leases.api.base import schema
-from leases.api.base.fields import StrictCharField, StrictIntegerField, StrictSerializer
+from leases.api.base.fields import DecimalStringField, StrictCharField, StrictIntegerField, StrictSerializer
 from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.permissions import HasKey, ManagesModelRates
@@ -35,17 +34,9 @@ PRICE_DECIMALS = 9
 FIELDS = {"pattern": "model", "usd_per_million": "prices"}  # of the request, by columns with another name
 
 
-@extend_schema_field(OpenApiTypes.STR)
-class PriceField(serializers.DecimalField):
-    """Decimal number in a JSON string. JSON numbers are floats to many clients, and are rejected."""
-
+class PriceField(DecimalStringField):
     def __init__(self, **options: Any) -> None:
         super().__init__(max_digits=PRICE_DIGITS, decimal_places=PRICE_DECIMALS, min_value=Decimal(0), **options)
-
-    def to_internal_value(self, data: Any) -> Decimal:
-        if not isinstance(data, str):
-            raise serializers.ValidationError("Must be a decimal number in a string.")
-        return super().to_internal_value(data)
 
 
 class ModelPricesSerializer(StrictSerializer):

@@ -129,6 +129,8 @@ urlpatterns = [
     path("runs/<uuid:run_id>", one_shot.OneShotRunView.as_view()),
     path("events/stream", event_streams.EventStreamView.as_view()),
     path("budgets", budgets.BudgetListView.as_view()),
+    path("budgets/<int:pk>", budgets.BudgetView.as_view()),
+    path("budgets/<int:pk>/top-ups", budgets.TopUpListView.as_view()),
     path("model-rates", model_rates.ModelRateListView.as_view()),
     path("inventory", inventory.InventoryView.as_view()),
     path("inventory/<str:provider>/<str:name>", inventory.InventoryEntryView.as_view()),

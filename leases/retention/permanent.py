@@ -17,6 +17,7 @@ REASONS: Mapping[str, str] = {
     "auth.User_user_permissions": CONFIGURED,
     "billing.Account": CONFIGURED,
     "billing.Budget": CONFIGURED,
+    "billing.BudgetTopUp": ACCOUNTING,
     "billing.CostRecord": ACCOUNTING,
     "billing.Credit": ACCOUNTING,
     "billing.Membership": CONFIGURED,

@@ -244,6 +244,11 @@ def utc_date(moment: str) -> str:
     return f"({moment} AT TIME ZONE 'UTC')::date" if is_postgres() else f"date({moment})"
 
 
+def regex_operator() -> str:
+    """Return the operator of a case-sensitive match of a regular expression. Django's connections to SQLite have a function."""
+    return "~" if is_postgres() else "REGEXP"
+
+
 def format_seconds(duration: str) -> str:
     """Return a DurationField in whole seconds. SQLite stores microseconds."""
     return f"trunc(extract(epoch FROM {duration}))" if is_postgres() else f"{duration} / 1000000"

@@ -356,7 +356,7 @@ def _seed_budgets(now: datetime) -> None:
     key = AgentKey.objects.get(name="tournament server")
     for amount, unit, fields in (
         ("4000", "hours", {}), ("0.05", "usd", {"scope": "agent", "subject": ADA, "hard": False}),
-        ("140", "hours", {"scope": "agent", "subject": ALAN, "warn_percent": 60}),
+        ("140", "hours", {"scope": "agent", "subject": ALAN, "warn_percents": [60]}),
         ("12.5", "usd", {"scope": "agent", "subject": GRACE, "active": False}),
         ("1200", "usd", {"scope": "account", "subject": "house"}), ("25", "usd", {"scope": "key", "subject": str(key.pk)}),
     ):  # fmt: skip

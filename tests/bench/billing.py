@@ -222,7 +222,7 @@ def bench_admission() -> None:
 
     def exhaust_other(number: int) -> None:
         activate_only(spent, *budget_rows)
-        begun = budgets.get_period_bounds("ever", now)[0]
+        begun = budgets.compute_period_bounds("ever", now)[0]
         Budget.objects.filter(pk=spent.pk).update(exhausted_at=now, exhausted_for=begun, period_began=begun, spent=10**6)
 
     cases = [

@@ -6,7 +6,7 @@ import pytest
 from django.core.management import CommandError
 from django.utils import timezone
 
-from billing import dates
+from billing import budgets, dates
 from billing.models import Account, Budget
 from leases import api_keys
 from tests.commands.manage import call
@@ -23,14 +23,15 @@ def run(*args: str) -> str:
 def test_a_budget_is_added_changed_listed_and_removed() -> None:
     added = run("add", "12.50", "usd", "month", "--agent", ADA, "--grace", "30s", "--warn", "60")
     budget = Budget.objects.get()
-    line = f"{budget.pk} 12.5 USD a month for agent {ADA}: 0 spent (hard, warns at 60 %, grace 30s)"
+    resets = f"resets at {budgets.get_period_bounds(budget, timezone.now())[1]:%Y-%m-%d %H:%M} UTC"
+    line = f"{budget.pk} 12.5 USD a month for agent {ADA}: 0 spent, 12.5 left (hard, warns at 60 %, grace 30s, {resets})"
     assert added == f"added: {line}" and run("list") == line
     assert (budget.scope, budget.subject, budget.amount, budget.grace) == ("agent", ADA, 12.5, timedelta(seconds=30))
     assert budget.spent_at is not None
     assert run("set", str(budget.pk), "--amount", "20", "--soft", "--active", "no") == (
-        f"changed: {budget.pk} 20 USD a month for agent {ADA}: 0 spent (soft, warns at 60 %, disabled)"
+        f"changed: {budget.pk} 20 USD a month for agent {ADA}: 0 spent, 20 left (soft, warns at 60 %, disabled, {resets})"
     )
-    assert run("set", str(budget.pk), "--hard", "--active", "yes", "--grace", "0").endswith("grace 0s)")
+    assert run("set", str(budget.pk), "--hard", "--active", "yes", "--grace", "0").endswith(f"grace 0s, {resets})")
     assert run("remove", str(budget.pk)).startswith(f"removed: {budget.pk} 20 USD")
     assert run("list") == "" and not Budget.objects.exists()
 
@@ -39,8 +40,8 @@ def test_each_scope_has_an_option() -> None:
     Account.objects.create(name="crew")
     for options in (["--all"], ["--type", "catan"], ["--account", "crew"]):
         run("add", "1", "hours", "day", *options)
-    budgets = [*Budget.objects.order_by("pk").values_list("scope", "subject")]
-    assert budgets == [("all", ""), ("environment_type", "catan"), ("account", "crew")]
+    scopes = [*Budget.objects.order_by("pk").values_list("scope", "subject")]
+    assert scopes == [("all", ""), ("environment_type", "catan"), ("account", "crew")]
 
 
 @pytest.mark.parametrize("shown", ["{}", "lh_{}", "lh_{}_…"])
@@ -53,7 +54,9 @@ def test_a_key_is_named_by_its_prefix_as_the_admin_shows_it(shown: str) -> None:
 def test_an_exhausted_budget_is_marked() -> None:
     run("add", "1", "hours", "ever", "--all")
     Budget.objects.update(spent=2, period_began=dates.EPOCH)
-    assert run("list").endswith("1 hours (lifetime) for everything: 2 spent (hard, warns at 80 %, grace 300s, EXHAUSTED)")
+    assert run("list").endswith(
+        "1 hours (lifetime) for everything: 2 spent, 0 left (hard, warns at 50, 80, 100 %, grace 300s, EXHAUSTED)"
+    )
 
 
 def test_a_budget_shows_its_predicted_exhaustion_date() -> None:
@@ -61,10 +64,26 @@ def test_a_budget_shows_its_predicted_exhaustion_date() -> None:
     create_time_usage(dates.start_of_day(today - DAY), 10 * HOUR, ADA)
     run("add", "100", "hours", "ever", "--agent", ADA)
     assert run("list").endswith(
-        f": 10 spent (hard, warns at 80 %, grace 300s, exhausted on {today + 8 * DAY} at the current rate)"
+        f": 10 spent, 90 left (hard, warns at 50, 80, 100 %, grace 300s, exhausted on {today + 8 * DAY} at the current rate)"
     )
     run("set", str(Budget.objects.get().pk), "--active", "no")
     assert run("list").endswith("grace 300s, disabled)")
+
+
+def test_a_budget_for_a_model_in_a_zone_is_topped_up() -> None:
+    options = ["--model", "claude-opus*", "--time-zone", "Europe/Berlin", "--warn", "90", "10", "--key"]
+    key, _ = api_keys.issue_key([ADA], now=timezone.now())
+    run("add", "5", "usd", "week", *options, key.prefix)
+    budget = Budget.objects.get()
+    assert (budget.model, budget.time_zone, budget.warn_percents) == ("claude-opus*", "Europe/Berlin", [10, 90])
+    line = run("top-up", str(budget.pk), "2.5", "--note", "release day")
+    subject = f"api key {key.pk}, model claude-opus*"
+    assert line.startswith(
+        f"topped up: {budget.pk} 5 USD a week (Europe/Berlin) for {subject}: 0 spent, 7.5 left (2.5 topped up, hard"
+    )
+    assert (budget.top_ups.get().note, budget.top_ups.get().actor) == ("release day", "command line")
+    with pytest.raises(CommandError, match="greater than or equal"):
+        run("top-up", str(budget.pk), "0")
 
 
 def test_a_budget_for_an_agent_that_has_not_joined_is_saved_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +110,11 @@ ADD = ["add", "1", "hours", "day"]
         (["add", "0", "hours", "day", "--all"], "greater than or equal"),
         (["add", "nan", "hours", "day", "--all"], "decimal number|a number"),
         ([*ADD, "--all", "--grace", "soon"], "--grace"), (ADD, "required"),
-        (["add", "1", "hours", "week", "--all"], "invalid choice"),
+        (["add", "1", "hours", "year", "--all"], "invalid choice"),
+        ([*ADD, "--all", "--time-zone", "Mars"], "name of a time zone"),
+        ([*ADD, "--all", "--model", "m"], "has an amount in USD"),
+        ([*ADD, "--all", "--warn", "101"], "from 1 to 100"), (["top-up", "77", "1"], "No such budget: 77"),
+        (["top-up", "77", "much"], "is not a decimal number"),
         (["set", "77", "--amount", "1"], "No such budget: 77"), (["remove", "77"], "No such budget: 77"),
     ],
 )  # fmt: skip

@@ -13,6 +13,10 @@ MODULES = (
 )
 # Validators and defaults of model fields, to which migrations refer by name. None is moved, renamed or removed.
 FUNCTIONS = (
+    "billing.models.budgets.get_default_warn_percents",
+    "billing.models.budgets.validate_model_pattern",
+    "billing.models.budgets.validate_time_zone",
+    "billing.models.budgets.validate_warn_percents",
     "leases.catalog.models.check_patterns",
     "leases.catalog.models.check_words",
     "leases.coding.models.check_path_patterns",

@@ -764,15 +764,15 @@ MUTANTS = (
     Mutant(
         name="budgets-reservation-off-by-one",
         path=BUDGET_ADMISSION,
-        before="spent + (active_leases + 1) * get_minimum_reservation(budget.unit) <= budget.amount",
-        after="spent + active_leases * get_minimum_reservation(budget.unit) <= budget.amount",
+        before="spent + (active_leases + 1) * get_minimum_reservation(budget.unit) <= limit",
+        after="spent + active_leases * get_minimum_reservation(budget.unit) <= limit",
         tests=[f"{TEST_ADMISSION}::test_grant_reserves_the_minimum_until_its_lease_ends"],
     ),
     Mutant(
         name="budgets-spent-in-an-earlier-period",
         path=BUDGET_RESERVATION,
         before=(
-            "    if budget.exhausted_for != get_period_bounds(budget.period, now)[0]:\n"
+            "    if budget.exhausted_for != get_period_bounds(budget, now)[0]:\n"
             "        return False\n"
             "    spent = get_spent(budget, now)\n"
         ),
@@ -789,8 +789,8 @@ MUTANTS = (
     Mutant(
         name="budgets-late-sum-accepted",
         path=BUDGET_UPDATES,
-        before='("scope", "subject", "unit", "period", "spent_at")',
-        after='("scope", "subject", "unit", "period")',
+        before='(*SUMMED_FIELDS, "spent_at")',
+        after="SUMMED_FIELDS",
         tests=[f"{TEST_BUDGETS}::test_late_sum_does_not_reopen_an_exhausted_budget"],
     ),
     # --- API keys ---

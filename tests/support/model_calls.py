@@ -34,7 +34,8 @@ def close_call(row: LlmCall, tokens: int | None = 1000, *, now: datetime = NOW, 
     result = CallResult(LlmCall.Outcome(outcome), 200, estimate=THOUSAND, **fields)
     if tokens is not None:
         result.usage = TokenUsage()
-        result.usage.add({"model": MODEL, "usage": {"prompt_tokens": tokens // 2, "completion_tokens": tokens - tokens // 2}})
+        usage = {"prompt_tokens": tokens // 2, "completion_tokens": tokens - tokens // 2}
+        result.usage.add({"model": row.model, "usage": usage})
         result.usage.is_final = True
     settlement.settle_call(row, result, now=now)
     row.refresh_from_db()

@@ -5,6 +5,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any, Protocol
 
 from django.core.validators import RegexValidator
@@ -80,6 +81,16 @@ class StrictIntegerField(serializers.IntegerField):
         if isinstance(data, bool) or not isinstance(data, int):
             self.fail("invalid")
         return data
+
+
+@extend_schema_field({"type": "string"})
+class DecimalStringField(serializers.DecimalField):
+    """Decimal number in a JSON string. JSON numbers are floats to many clients, and are rejected."""
+
+    def to_internal_value(self, data: Any) -> Decimal:
+        if not isinstance(data, str):
+            raise serializers.ValidationError("Must be a decimal number in a string.")
+        return super().to_internal_value(data)
 
 
 @extend_schema_field({"type": "boolean"})

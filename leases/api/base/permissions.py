@@ -58,6 +58,22 @@ class ManagesModelRates(BasePermission):
         return True
 
 
+class ManagesBudgets(BasePermission):
+    """Any key may read; only an operator's key without a list of pools may write, because budgets apply to all pools.
+
+    Writing also needs the scope `leases`: a key for reports must not change budgets. Raises InsufficientScope."""
+
+    message = "This request requires an operator's key without a list of pools."
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        if request.method in SAFE_METHODS:
+            return True
+        if not request.user.key.operator or request.user.allowed.pools:
+            return False
+        request.user.require_scope(KeyScope.LEASES, reads=False)
+        return True
+
+
 class IsUnrestrictedOperator(BasePermission):
     """Only an operator's key without a list of pools: the response concerns all pools, and engines beyond them."""
 

@@ -1,7 +1,7 @@
-"""manage.py budget: list, add, change and remove budgets."""
+"""manage.py budget: list, add, change, top up and remove budgets."""
 
 from argparse import ArgumentParser
-from datetime import timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -9,22 +9,24 @@ from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 
 from billing import budgets
-from billing.forecast import predict_exhaustion_date
-from billing.models import Account, Budget
+from billing.errors import BudgetNotFound
+from billing.forecast import forecast_budget
+from billing.models import Budget
 from billing.models.budgets import Period, Scope, Unit
 from billing.pricing import format_decimal
 from leases.agents import describe_unknown_agent
+from leases.budget_subjects import find_key_id, require_subject
 from leases.management.base import parse_duration, report_errors
-from leases.models import DID_DESCRIPTION, AgentKey, EnvironmentType, validate_did
-from leases.projects.models import Project
 from sandboxes.db import database_time
-from sandboxes.formatting import suggest_match
 
-MAX_SUGGESTIONS = 1000  # newest keys compared with an unknown one
+ACTOR = "command line"
+SCOPE_OPTIONS = {
+    "agent": Scope.AGENT, "key": Scope.KEY, "type": Scope.ENVIRONMENT_TYPE, "account": Scope.ACCOUNT, "project": Scope.PROJECT,
+}  # fmt: skip
 
 
 class Command(BaseCommand):
-    help = "List, add, change or remove budgets. Prints one line per budget."
+    help = "List, add, change, top up or remove budgets. Prints one line per budget."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
@@ -32,7 +34,8 @@ class Command(BaseCommand):
         add = actions.add_parser("add", help="create a budget")
         add.add_argument("amount", help="amount, such as 12.50")
         add.add_argument("unit", choices=Unit.values)
-        add.add_argument("period", choices=Period.values, help="calendar period, in UTC; ever: no reset")
+        add.add_argument("period", choices=Period.values, help="calendar period; ever: no reset")
+        add.add_argument("--model", default="", metavar="PATTERN", help='only calls of these models, such as "claude-opus*"')
         scope = add.add_mutually_exclusive_group(required=True)
         scope.add_argument("--all", action="store_true", help="the whole installation")
         scope.add_argument("--agent", metavar="DID", help="agent; one that has not joined yet is accepted with a warning")
@@ -43,13 +46,22 @@ class Command(BaseCommand):
         change = actions.add_parser("set", help="change a budget; raising it takes effect at once")
         change.add_argument("id", type=int)
         change.add_argument("--amount")
+        top_up = actions.add_parser("top-up", help="add an amount to the current period alone; takes effect at once")
+        top_up.add_argument("id", type=int)
+        top_up.add_argument("amount", help="amount in the unit of the budget, such as 5")
+        top_up.add_argument("--note", default="", help="reason, up to 300 characters")
         change.add_argument("--active", choices=["yes", "no"], help="no: disable the budget without deleting it")
         change.add_argument(
             "--hard", action="store_const", const="hard", dest="kind", help="refuse and end leases once it is exhausted"
         )
         for subparser in (add, change):
             subparser.add_argument("--soft", action="store_const", const="soft", dest="kind", help="only warn, never refuse")
-            subparser.add_argument("--warn", type=int, metavar="PERCENT", help="warning threshold; default: 80")
+            subparser.add_argument(
+                "--warn", type=int, nargs="*", metavar="PERCENT", help="warnings; none without a number; default: 50 80 100"
+            )
+            subparser.add_argument(
+                "--time-zone", metavar="NAME", help="in which days, weeks and months begin, such as Europe/Berlin; default: UTC"
+            )
             subparser.add_argument(
                 "--grace", help='grace period of running work once the budget is exhausted: "5m", or 0; default: 5m'
             )
@@ -67,6 +79,9 @@ class Command(BaseCommand):
                 line = _format_budget(budget)
                 budgets.remove_budget(budget.pk, now=database_time.now())
                 self.stdout.write(f"removed: {line}")
+                return
+            if action == "top-up":
+                self.stdout.write(f"topped up: {_format_budget(_top_up(**options))}")
                 return
             budget = _find_budget(options["id"]) if action == "set" else _build_budget(**options)
             _apply_options(budget, **options)
@@ -86,36 +101,32 @@ def _find_budget(pk: int) -> Budget:
     return budget
 
 
-def _build_budget(*, unit: str, period: str, agent: str | None, key: str | None, account: str | None, **options: Any) -> Budget:
-    budget = Budget(scope=Scope.ALL, unit=unit, period=period)
-    if agent is not None:  # an empty name, as from an unset shell variable, must not create a budget for everything
-        try:
-            validate_did(agent)
-        except ValidationError:
-            raise CommandError(f"--agent: {agent[:80]!r} is not {DID_DESCRIPTION}.") from None
-        budget.scope, budget.subject = Scope.AGENT, agent
-    elif key is not None:
-        prefix = key.removeprefix("lh_").split("_")[0]
-        row = AgentKey.objects.filter(prefix=prefix).first()
-        if row is None:
-            prefixes = AgentKey.objects.order_by("-pk").values_list("prefix", flat=True)[:MAX_SUGGESTIONS]
-            raise CommandError(f"--key: no such API key: {key[:80]}.{suggest_match(prefix, prefixes)}")
-        budget.scope, budget.subject = Scope.KEY, str(row.pk)
-    elif (name := options["type"]) is not None:
-        if not EnvironmentType.objects.filter(name=name).exists():
-            names = EnvironmentType.objects.values_list("name", flat=True)
-            raise CommandError(f"--type: no such environment type: {name[:80]}.{suggest_match(name, names)}")
-        budget.scope, budget.subject = Scope.ENVIRONMENT_TYPE, name
-    elif account is not None:
-        if not Account.objects.filter(name=account).exists():
-            accounts = Account.objects.values_list("name", flat=True)
-            raise CommandError(f"--account: no such account: {account[:80]}.{suggest_match(account, accounts)}")
-        budget.scope, budget.subject = Scope.ACCOUNT, account
-    elif (name := options["project"]) is not None:
-        if not Project.objects.filter(name=name).exists():
-            projects = Project.objects.values_list("name", flat=True)
-            raise CommandError(f"--project: no such project: {name[:80]}.{suggest_match(name, projects)}")
-        budget.scope, budget.subject = Scope.PROJECT, name
+def _top_up(*, id: int, amount: str, note: str, **options: Any) -> Budget:
+    try:
+        return budgets.top_up(id, _parse_amount(amount), note=note, actor=ACTOR, now=database_time.now())[0]
+    except BudgetNotFound:
+        raise CommandError(f"No such budget: {id}.") from None
+    except ValidationError as error:
+        raise CommandError("; ".join(error.messages)) from None
+
+
+def _parse_amount(amount: str) -> Decimal:
+    try:
+        return Decimal(amount)
+    except InvalidOperation:
+        raise CommandError(f"{amount[:80]!r} is not a decimal number.") from None
+
+
+def _build_budget(*, unit: str, period: str, model: str, **options: Any) -> Budget:
+    budget = Budget(scope=Scope.ALL, unit=unit, period=period, model=model)
+    for option, scope in SCOPE_OPTIONS.items():
+        subject = options[option]
+        if subject is not None:  # an empty name, as from an unset shell variable, must not create a budget for everything
+            try:
+                budget.scope, budget.subject = scope, find_key_id(subject) if scope == Scope.KEY else subject
+                require_subject(budget.scope, budget.subject)
+            except ValidationError as error:
+                raise CommandError(f"--{option}: {error.messages[0]}") from None
     return budget
 
 
@@ -124,20 +135,20 @@ def _apply_options(
     *,
     amount: str | None,
     kind: str | None,
-    warn: int | None,
+    warn: list[int] | None,
+    time_zone: str | None,
     grace: str | None,
     active: str = "",
     **options: Any,
 ) -> None:
     if amount is not None:
-        try:
-            budget.amount = Decimal(amount)
-        except InvalidOperation:
-            raise CommandError(f"{amount[:80]!r} is not a decimal number.") from None
+        budget.amount = _parse_amount(amount)
     if kind:
         budget.hard = kind == "hard"
     if warn is not None:
-        budget.warn_percent = warn
+        budget.warn_percents = sorted({*warn})
+    if time_zone is not None:
+        budget.time_zone = time_zone
     if grace is not None:
         budget.grace = timedelta(0) if grace == "0" else parse_duration("--grace", grace)
     if active:
@@ -146,16 +157,36 @@ def _apply_options(
 
 def _format_budget(budget: Budget) -> str:
     now = database_time.now()
-    spent = budgets.get_spent(budget, now)
-    notes = ["hard" if budget.hard else "soft", f"warns at {budget.warn_percent} %"]
-    if budget.hard:
+    spent, limit = budgets.get_spent(budget, now), budgets.get_limit(budget, now)
+    reserved = budgets.compute_reservation(budget, now=now)
+    notes = [str(budgets.get_uncertainty(budget, now)), _format_top_ups(budget, now)]
+    notes.append(f"{format_decimal(reserved)} reserved" if reserved else "")
+    notes.append("hard" if budget.hard else "soft")
+    notes.append(f"warns at {', '.join(map(str, budget.warn_percents))} %" if budget.warn_percents else "no warnings")
+    if budget.hard and not budget.model:
         notes.append(f"grace {budget.grace.total_seconds():g}s")
     if not budget.active:
         notes.append("disabled")
-    elif budgets.is_over(budget, spent, budgets.compute_reservation(budget, now=now)):
+    elif budgets.is_over(budget, spent, reserved, now=now):
         notes.append("EXHAUSTED")
-    elif day := predict_exhaustion_date(budget, now):
-        notes.append(f"exhausted {'in this hour' if budget.period == Period.HOUR else f'on {day}'} at the current rate")
-    if uncertainty := str(budgets.get_uncertainty(budget, now)):
-        notes.insert(0, uncertainty)
-    return f"{budget.pk} {budget}: {format_decimal(spent)} spent ({', '.join(notes)})"
+    else:
+        notes.append(_format_forecast(budget, now))
+    resets_at = budgets.get_period_bounds(budget, now)[1]
+    notes.append(f"resets at {resets_at:%Y-%m-%d %H:%M} UTC" if resets_at else "")
+    amounts = f"{format_decimal(spent)} spent, {format_decimal(max(limit - spent - reserved, Decimal(0)))} left"
+    return f"{budget.pk} {budget}: {amounts} ({', '.join(filter(None, notes))})"
+
+
+def _format_top_ups(budget: Budget, now: datetime) -> str:
+    topped_up = budgets.get_topped_up(budget, now)
+    return f"{format_decimal(topped_up)} topped up" if topped_up else ""
+
+
+def _format_forecast(budget: Budget, now: datetime) -> str:
+    forecast, notes = forecast_budget(budget, now), []
+    if forecast.at_end is not None:
+        notes.append(f"{format_decimal(round(forecast.at_end, 6))} expected at the end of the period")
+    if forecast.runs_out:
+        day = "in this hour" if budget.period == Period.HOUR else f"on {forecast.runs_out}"
+        notes.append(f"exhausted {day} at the current rate")
+    return ", ".join(notes)

@@ -120,7 +120,7 @@ def test_sandbox_whose_first_interval_does_not_fit_is_not_started(acquire) -> No
 
 def test_lease_ends_before_its_budget_is_exceeded_and_says_so(acquire) -> None:
     lease = acquire()
-    budget = create_budget("0.05", grace=NO_GRACE, warn_percent=80)  # 3 minutes
+    budget = create_budget("0.05", grace=NO_GRACE, warn_percents=[80])  # 3 minutes
     start_run(lease)
     for minute in range(4):
         run_billing_sweeps(NOW + minute * MINUTE)

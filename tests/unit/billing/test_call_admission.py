@@ -232,7 +232,7 @@ def test_sum_is_exact_after_every_step_of_a_random_history(
             sweeps[step]()
         if now >= MIDNIGHT:  # changes of an earlier day are part of the sum after the next update
             sweeps["update"]()
-        began, _ = budgets.get_period_bounds(period, now)
+        began, _ = budgets.compute_period_bounds(period, now)
         expected = [
             row.reserved if row.cost is None else row.cost
             for row in LlmCall.objects.filter(started_at__gte=began).exclude(outcome="refused")

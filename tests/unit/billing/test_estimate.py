@@ -340,7 +340,7 @@ def test_daily_sums_add_up_to_the_recorded_spending(unit: str) -> None:
     price()
     for (scope, _), period in itertools.product(SCOPES, ("day", "month", "ever")):
         budget = create_lasting_budget(1000, unit, period, **scope)
-        sums = budgets.sum_spending_by_day(budget, *budgets.get_period_bounds(period, NOW))
+        sums = budgets.sum_spending_by_day(budget, *budgets.compute_period_bounds(period, NOW))
         assert round_half_up(sum((each.total for each in sums.values()), Fraction(0))) == budget.spent, scope
         assert budget.spent or period == "day", scope
 

@@ -2,7 +2,7 @@
 
 1. A closed month is exported from its statement, which never changes. Its rows are those of the statement's lines.
 2. By day, a line is split into the cost records that add up to it, with a row for the rounding to cents. A line whose costs
-   have changed since the month was closed stays one row. The sum of a line's rows is the line, whatever happens to its costs.
+   have changed since the month was closed stays one row. The sum of a line's rows is always the line.
 3. A month that is not closed is exported by day, and each row has the status `preliminary`."""
 
 import csv
@@ -44,6 +44,10 @@ class AccountMonth:
     lines: tuple[StatementLine, ...] = ()
     credit_used: Decimal = Decimal(0)
 
+    @classmethod
+    def of(cls, statement: Statement) -> "AccountMonth":
+        return cls(statement.account, statement.month, statement, credit_used=statement.credit_used)
+
     @property
     def status(self) -> str:
         return FINAL if self.statement else PRELIMINARY
@@ -51,9 +55,9 @@ class AccountMonth:
 
 def open_month(account: Account, month: date, *, preliminary: bool) -> AccountMonth | None:
     """Return a month to export. None if it is not closed, unless `preliminary` is set."""
-    statement = Statement.objects.filter(account=account, month=month).first()
+    statement = Statement.objects.filter(account=account, month=month).select_related("account").first()
     if statement:
-        return AccountMonth(account, month, statement, credit_used=statement.credit_used)
+        return AccountMonth.of(statement)
     if not preliminary:
         return None
     lines = tuple(preview_month(account, month))

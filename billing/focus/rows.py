@@ -117,11 +117,10 @@ def _build_price(charge: Charge, rate: Rate, quantity: Decimal, usd: Decimal) ->
 def _build_stated_price(charge: Charge) -> Row:
     """Build the price of a charge without a rate, such as model calls: its stated amount, at 1 USD per USD."""
     item = BillableItem(charge.item)
-    calls = f": {charge.unpriced} of them have no price, which the cost does not include" if charge.unpriced else ""
     return {
         **_build_consumption(item, charge.quantity),
         **_build_costs(charge.usd),
-        "ChargeDescription": f"{_describe_correction(charge)}{item.label}, cost as stated{calls}",
+        "ChargeDescription": f"{_describe_correction(charge)}{item.label}, cost as stated{_describe_unpriced(charge)}",
         "ContractedUnitPrice": Decimal(1),
         "ListUnitPrice": Decimal(1),
         "PricingCategory": "Other",
@@ -201,6 +200,14 @@ def _build_tags(charge: Charge) -> str | None:
 
 def _describe_correction(charge: Charge) -> str:
     return f"Correction of {charge.begin:%Y-%m}: " if charge.is_correction else ""
+
+
+def _describe_unpriced(charge: Charge) -> str:
+    if not charge.unpriced:
+        return ""
+    if charge.is_correction:
+        return f"; change of the number of calls without a price: {charge.unpriced:+}"
+    return f": {charge.unpriced} of them have no price, which the cost does not include"
 
 
 def format_number(number: Decimal) -> str:

@@ -143,11 +143,13 @@ def _write_file(path: Path, chunks: Iterator[str]) -> None:
     """Write a file completely, or leave an existing one as it is."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(chunks)
-        partial.replace(path)
+        try:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                file.writelines(chunks)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise CommandError(f"--output: {error.strerror}: {path}") from error
 
 

@@ -16,8 +16,13 @@ def sum_exact(field: str, condition: Q | None = None, *, parts: int = NANOS_PER_
 
     The default, billionths, fits columns with nine decimal places. For columns with fewer places and larger numbers pass
     fewer parts: the sum overflows a 64-bit integer at about 9.2e18 parts."""
+    return Sum(count_parts(field, parts), filter=condition, default=0)
+
+
+def count_parts(field: str, parts: int = NANOS_PER_UNIT) -> Cast:
+    """Build a decimal column as a whole number of 1/`parts`."""
     whole = ExpressionWrapper(F(field) * parts, DecimalField(max_digits=30, decimal_places=9))
-    return Sum(Cast(Round(whole), BigIntegerField()), filter=condition, default=0)
+    return Cast(Round(whole), BigIntegerField())
 
 
 def nanos_to_decimal(billionths: int) -> Decimal:

@@ -202,24 +202,26 @@ def sum_derived_costs(
         key = LineKey(*group, None if group in unrated else rate)
         before = derived.get(key, ZERO_AMOUNT)
         nano_sums[key] += nano
-        usd = Fraction(nano_sums[key], 10**9)
-        if key.rate:
-            usd = _price_line(usd, Fraction(quantity - free, 10**9) * Fraction(rate_usd))
         derived[key] = LineAmount(
             before.quantity + nanos_to_decimal(quantity),
             before.free + nanos_to_decimal(free),
-            pricing.round_half_up(usd, pricing.CENT_PLACES),
+            round_line_usd(nano_sums[key], quantity - free, rate_usd if key.rate else None),
             before.unpriced + int(unpriced),
             before.estimated_usd + pricing.round_half_up(Fraction(estimated, 10**9), pricing.CENT_PLACES),
         )
     return derived
 
 
-def _price_line(recorded: Fraction, product: Fraction) -> Fraction:
-    """Return a line's amount: its quantity x rate, or the recorded costs if a cost record among them was limited.
+def round_line_usd(recorded: int, billable: int, rate_usd: Decimal | None) -> Decimal:
+    """Return a line's amount in cents: billable quantity x rate, or the recorded costs if one of the records was limited.
 
-    The two differ otherwise only by the rounding of the cost records to nine decimal places."""
-    return product if abs(product - recorded) < 1 else recorded
+    The recorded costs and the billable quantity are in billionths. The product and the recorded costs of records without a
+    limit differ only by the rounding of the records to nine decimal places. Without a rate the recorded costs count."""
+    usd = Fraction(recorded, 10**9)
+    if rate_usd is not None:
+        product = Fraction(billable, 10**9) * Fraction(rate_usd)
+        usd = product if abs(product - usd) < 1 else usd
+    return pricing.round_half_up(usd, pricing.CENT_PLACES)
 
 
 def sum_billed_costs(account: Account) -> dict[LineKey, LineAmount]:

@@ -5,7 +5,7 @@ from typing import Any
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.db.models import Count
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
@@ -14,7 +14,9 @@ from unfold.decorators import display
 
 from billing import statements
 from billing.admin.formatting import format_cents, format_quantity
+from billing.api.focus import build_csv_response
 from billing.api.statements import find_lines, render_lines_csv
+from billing.focus.export import AccountMonth
 from billing.models import BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
 from billing.uncertainty import Uncertainty
@@ -47,7 +49,13 @@ class StatementAdmin(ReadOnlyModelAdmin):
 
     def get_urls(self) -> list[URLPattern]:
         lines = self.admin_site.admin_view(self.download_lines)
-        return [path("<int:pk>/lines.csv", lines, name="billing_statement_lines"), *super().get_urls()]
+        focus = self.admin_site.admin_view(self.download_focus)
+        return [
+            path("<int:pk>/lines.csv", lines, name="billing_statement_lines"),
+            path("<int:pk>/focus.csv", focus, {"daily": False}, name="billing_statement_focus"),
+            path("<int:pk>/focus-daily.csv", focus, {"daily": True}, name="billing_statement_focus_daily"),
+            *super().get_urls(),
+        ]
 
     def download_lines(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Send all lines of a statement as CSV."""
@@ -60,6 +68,13 @@ class StatementAdmin(ReadOnlyModelAdmin):
             content_type="text/csv; charset=utf-8",
             headers={"Content-Disposition": f'attachment; filename="{name}"'},
         )
+
+    def download_focus(self, request: HttpRequest, pk: int, daily: bool) -> StreamingHttpResponse:
+        """Send the month of a statement in the FOCUS format."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        row = get_object_or_404(Statement.objects.select_related("account"), pk=pk)
+        return build_csv_response(AccountMonth.of(row), daily=daily)
 
     @display(description="Account and month")
     def of(self, row: Statement) -> SafeString:
@@ -91,6 +106,8 @@ class StatementAdmin(ReadOnlyModelAdmin):
             "lines": f"{number:,} lines" if number > len(lines) else "",
             "shown": f"{len(lines):,}",
             "file": reverse("admin:billing_statement_lines", args=[row.pk]),
+            "focus_file": reverse("admin:billing_statement_focus", args=[row.pk]),
+            "focus_daily_file": reverse("admin:billing_statement_focus_daily", args=[row.pk]),
             "usage": [_build_line(line) for line in lines if line.kind == StatementLine.Kind.USAGE],
             "corrections": [_build_line(line) for line in lines if line.kind == StatementLine.Kind.CORRECTION],
             "account": row.account,

@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from billing.api import costs, estimates, statements
+from billing.api import costs, estimates, focus, statements
 
 urlpatterns = [
     path("costs", costs.CostsView.as_view()),
@@ -11,4 +11,5 @@ urlpatterns = [
     path("forecast", estimates.ForecastView.as_view()),
     path("statements", statements.StatementListView.as_view()),
     path("statements/<slug:account>/<str:month>", statements.StatementDetailView.as_view()),
+    path("statements/<slug:account>/<str:month>/focus.csv", focus.StatementFocusView.as_view()),
 ]

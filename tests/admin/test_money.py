@@ -50,6 +50,7 @@ from tests.support.console import (
     list_rows,
     row_url,
 )
+from tests.support.focus import read_focus, sum_column
 
 pytestmark = pytest.mark.django_db
 NOW = timezone.now()
@@ -618,3 +619,17 @@ def test_a_long_statement_is_shown_in_part_and_exported_in_full(
     assert found[-1]["quantity"] == "1234567.5"
     assert viewer.get(f"/admin/billing/statement/{made.pk + 1}/lines.csv").status_code == 404
     assert Client().get(shown.context["file"]).status_code == 302
+
+
+def test_a_statement_is_downloaded_in_the_focus_format(viewer: Client, used: Account) -> None:
+    made = close_month(used, LAST, now=NOW)
+    shown = viewer.get(row_url(made))
+    for link, name in (("focus_file", "focus"), ("focus_daily_file", "focus-daily")):
+        url = shown.context[link]
+        assert f'href="{url}"' in shown.content.decode()
+        file = viewer.get(url)
+        assert file["Content-Disposition"] == f'attachment; filename="{used.name}-{LAST:%Y-%m}-{name}.csv"'
+        rows = read_focus(b"".join(file.streaming_content).decode())  # type: ignore[attr-defined]
+        assert rows and sum_column(rows) == made.total
+        assert viewer.get(url.replace(f"/{made.pk}/", f"/{made.pk + 1}/")).status_code == 404
+        assert Client().get(url).status_code == 302

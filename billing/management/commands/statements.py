@@ -1,8 +1,11 @@
-"""manage.py statements: list, show and close months of accounts."""
+"""manage.py statements: list, show, close and export months of accounts."""
 
 import json as encoding
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from datetime import date
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -17,21 +20,28 @@ from billing.api.statements import (
     render_statement_detail,
     render_statements_csv,
 )
+from billing.focus.export import find_accounts, iter_csv, open_month
 from billing.management.options import format_table, validate_options
 from billing.models import Account, Statement
 from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
-    help = "List statements, show one, or close a month of one account or of every account with costs or corrections."
+    help = (
+        "List statements, show one, close a month of one account or of every account with costs or corrections, or export "
+        "a month of one or all accounts in the FOCUS format."
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("action", choices=["list", "show", "close"])
+        parser.add_argument("action", choices=["list", "show", "close", "export"])
         parser.add_argument("--account", metavar="NAME", help="only of this account")
         parser.add_argument("--month", metavar="YYYY-MM", help="month (UTC), such as 2026-11")
         parser.add_argument(
-            "--preliminary", action="store_true", help="show: also a month that is not closed, with its lines so far"
+            "--preliminary", action="store_true", help="show, export: also a month that is not closed, with its lines so far"
         )
+        parser.add_argument("--format", choices=["focus"], help="export: columns of FOCUS 1.0, as CSV")
+        parser.add_argument("--daily", action="store_true", help="export: rows by day, lease and environment of a closed month")
+        parser.add_argument("--output", metavar="FILE", help="export: file to write or replace, instead of the standard output")
         output = parser.add_mutually_exclusive_group()
         output.add_argument(
             "--csv",
@@ -44,6 +54,11 @@ class Command(BaseCommand):
         selected = validate_options(StatementQuerySerializer, options)
         if "account" in selected and not Account.objects.filter(name=selected["account"]).exists():
             raise CommandError(f"--account: there is no {selected['account']!r}.")
+        if action == "export":
+            self._export(selected, preliminary=preliminary, is_text=not (csv or json), **options)
+            return
+        if options["format"] or options["daily"] or options["output"]:
+            raise CommandError("--format, --daily and --output: for export only.")
         refused: list[str] = []
         if action == "close":
             refused = self._close(selected)
@@ -64,6 +79,26 @@ class Command(BaseCommand):
                     self.stdout.write(f"{row}: {note}")
         if refused:
             raise CommandError("\n".join(refused))
+
+    def _export(
+        self, selected: dict[str, Any], *, preliminary: bool, is_text: bool, format: str | None, daily: bool,
+        output: str | None, **options: Any,
+    ) -> None:  # fmt: skip
+        if "month" not in selected or not format:
+            raise CommandError("export requires --month and --format.")
+        if not is_text:
+            raise CommandError("--csv and --json: not for export, which is CSV.")
+        month: date = selected["month"]
+        accounts = [*Account.objects.filter(name=selected["account"])] if "account" in selected else find_accounts(month)
+        sources = {account: open_month(account, month, preliminary=preliminary) for account in accounts}
+        if unclosed := ", ".join(account.name for account, source in sources.items() if source is None):
+            raise CommandError(f"{month:%Y-%m} of {unclosed} is not closed. --preliminary exports its lines so far.")
+        chunks = iter_csv(filter(None, sources.values()), daily=daily)
+        if output:
+            _write_file(Path(output), chunks)
+            return
+        for chunk in chunks:
+            self.stdout.write(chunk, ending="")
 
     def _close(self, selected: dict[str, Any]) -> list[str]:
         """Close the month of each account. Return a message for each account that cannot be closed."""
@@ -102,6 +137,20 @@ class Command(BaseCommand):
             self.stdout.write(encoding.dumps(detail))
         else:
             self.stdout.write(_format_detail(detail, preliminary=not rows))
+
+
+def _write_file(path: Path, chunks: Iterator[str]) -> None:
+    """Write a file completely, or leave an existing one as it is."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        try:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                file.writelines(chunks)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise CommandError(f"--output: {error.strerror}: {path}") from error
 
 
 def _format_detail(detail: dict[str, Any], *, preliminary: bool) -> str:

@@ -87,7 +87,9 @@ def _emit_event(budget: Budget, event: EventType, *, now: datetime) -> None:
     began, ends = get_period_bounds(budget.period, now)
     payload = {
         "budget": budget.pk, "scope": budget.scope, "subject": budget.subject, "unit": budget.unit, "period": budget.period,
-        "amount": format_decimal(budget.amount), "spent": format_decimal(budget.spent), "warn_percent": budget.warn_percent,
+        "amount": format_decimal(budget.amount), "spent": format_decimal(budget.spent),
+        "estimated_usd": format_decimal(budget.estimated_usd), "unpriced_calls": budget.unpriced,
+        "warn_percent": budget.warn_percent,
         "hard": budget.hard, "period_began": format_timestamp(began), "resets_at": format_optional_timestamp(ends),
     }  # fmt: skip
     period_key = f"{began:%Y-%m-%dT%H}" if budget.period == Period.HOUR else f"{began:%Y-%m-%d}"

@@ -287,7 +287,10 @@ def test_warning_and_exhaustion_are_sent_once_per_period(grant: AnyCallable, mem
         run_billing_sweeps(NOW + minute * MINUTE)
         marks[minute] = len(list_budget_events())
     assert [minute for minute in marks if marks[minute] > marks.get(minute - 6, 0)] == [48, 60]
-    expected = {"budget": budget.pk, "spent": "1", "amount": "1", "resets_at": "2026-11-22T00:00:00Z"}
+    expected = {
+        "budget": budget.pk, "spent": "1", "estimated_usd": "0", "unpriced_calls": 0, "amount": "1",
+        "resets_at": "2026-11-22T00:00:00Z",
+    }  # fmt: skip
     assert expected.items() <= Event.objects.get(kind="budget.exhausted").payload.items()
     run_billing_sweeps(MIDNIGHT + 50 * MINUTE), run_billing_sweeps(MIDNIGHT + HOUR)
     assert list_budget_events() == ["warning", "exhausted", "warning", "exhausted"]

@@ -19,6 +19,7 @@ from billing import period_totals, pricing
 from billing.dates import EPOCH, start_of_day, start_of_next_month
 from billing.instance_types import SandboxSize
 from billing.intervals import MICROSECOND, prorate
+from billing.model_usage import LeaseUsage, iter_model_usage
 from billing.models import (
     BillableItem,
     CostRecord,
@@ -29,7 +30,7 @@ from billing.models import (
     UsageRecord,
     Watermark,
 )
-from billing.money_sums import MAX_RECORD_USD, limit_usd, nanos_to_decimal, sum_exact
+from billing.money_sums import MAX_RECORD_USD, limit_usd, nanos_to_decimal
 from billing.totals import BILLABLE_STATES, build_account_lookup
 from sandboxes.claims import note_progress
 from sandboxes.lifecycle import checkpoint
@@ -149,11 +150,18 @@ def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[
             account = account_on(agent, day)
             for (item, rate), base_units in quantities:
                 lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += base_units
-        for (agent, environment, holder, provider), amount in _iter_llm_calls(day):
+        for (agent, environment, holder, provider), usage in iter_model_usage(day):
             key = CostKey(day, account_on(agent, day), provider, BillableItem.LLM, agent, environment, holder, None)
-            usd = limit_usd(amount.usd, agent=agent, day=str(day))
-            model_calls[key] = amount._replace(usd=usd, estimated_usd=min(amount.estimated_usd, usd))
+            model_calls[key] = _build_calls_amount(usage, agent, day)
     return {key: base_units for key, base_units in lines.items() if base_units}, model_calls
+
+
+def _build_calls_amount(usage: LeaseUsage, agent: str, day: date) -> CostAmount:
+    """Return the amounts of the model calls of a lease and day. `agent` and `day` identify a limited record in the log."""
+    total = usage.total
+    limit_usd(nanos_to_decimal(usage.stated_usd), agent=agent, day=str(day))
+    usd, estimated_usd = nanos_to_decimal(total.usd), nanos_to_decimal(total.estimated_usd)
+    return CostAmount(str(total.calls), Decimal(total.calls), Decimal(0), usd, total.unpriced, estimated_usd)
 
 
 def _find_days_in_use(others: Q, lines: Iterable[CostKey], providers: Collection[str]) -> set[tuple[int, str, date]]:
@@ -270,15 +278,6 @@ def _iter_measured_use(day: date, begin: datetime, end: datetime, owned: Q) -> I
     ):
         within = (since, until, max(since, begin), min(until, end))
         yield *owner, prorate(cpu, *within), prorate(memory, *within)
-
-
-def _iter_llm_calls(day: date) -> Iterator[tuple[tuple[Any, ...], CostAmount]]:
-    """Yield (owner columns, amounts) of a day's model calls."""
-    rows = UsageRecord.objects.filter(day=day, item=UsageKind.TOKENS).order_by().values_list(*OWNER_COLUMNS)
-    sums = rows.annotate(a=Sum("calls"), b=sum_exact("usd"), c=Sum("unpriced"), d=sum_exact("estimated_usd"))
-    for *owner, calls, nano, unpriced, estimated in sums:
-        usd, estimated_usd = nanos_to_decimal(nano), nanos_to_decimal(estimated)
-        yield tuple(owner), CostAmount(str(calls), Decimal(calls), Decimal(0), usd, int(unpriced), estimated_usd)
 
 
 def _iter_plan_charges(in_use: Iterable[tuple[int, str, date]], rates: Collection[Rate]) -> Iterator[CostKey]:

@@ -11,6 +11,12 @@ class BudgetNotFound(SandboxError):
     code = "budget_not_found"
 
 
+class TotalsPending(SandboxError):
+    """Costs by model are not derived yet. The next pass of `meter` derives them, within a minute after an upgrade."""
+
+    code = "totals_pending"
+
+
 class BudgetExhausted(SandboxError):
     """No room in a budget. `resets_at` is the start of the budget's next period, or null for a lifetime budget."""
 

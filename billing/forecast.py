@@ -3,6 +3,7 @@
 Both assume that every remaining day costs the average of the last full days (the pace)."""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -13,7 +14,9 @@ from billing import budgets, pricing
 from billing.dates import start_of_day, start_of_next_month, to_utc_date
 from billing.models import BillableItem, Budget
 from billing.models.budgets import Period
-from billing.totals import find_first_day_of_time, sum_usd_by_day
+from billing.money_sums import nanos_to_decimal
+from billing.totals import find_first_day_of_time, sum_amounts
+from billing.uncertainty import Uncertainty
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
 NOTHING = budgets.DailySpending(Fraction(0), Fraction(0))
@@ -27,7 +30,8 @@ class Forecast:
     spent: from the 1st up to now.
     a_day: average cost of one day without plans, over the last `days` full days. None before the first full day.
     month: expected cost of the whole month.
-    runs_out: day on which costs since the 1st reach `budget`. None if there is no budget or it is never reached."""
+    runs_out: day on which costs since the 1st reach `budget`. None if there is no budget or it is never reached.
+    uncertainty: of `spent`."""
 
     spent: Decimal
     a_day: Decimal | None
@@ -35,6 +39,7 @@ class Forecast:
     month: Decimal
     budget: Decimal | None
     runs_out: date | None
+    uncertainty: Uncertainty
 
 
 def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal | None = None, **filters: Any) -> Forecast:
@@ -47,7 +52,7 @@ def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal
     today = now.astimezone(UTC).date()
     begin, first = today.replace(day=1), today - timedelta(days=last)
     until = start_of_next_month(begin)
-    costs = sum_usd_by_day(since=min(begin, first), until=until, **filters)
+    costs, uncertainty = _sum_days(begin, since=min(begin, first), until=until, **filters)
     totals = {day: sum(items.values(), Decimal(0)) for day, items in costs.items()}
     plans = {str(day): items.get(BillableItem.PLAN, Decimal(0)) for day, items in costs.items()}
     spent = {str(day): usd for day, usd in totals.items() if day >= begin}
@@ -67,7 +72,19 @@ def forecast(*, now: datetime, last: int = FORECAST_WINDOW_DAYS, budget: Decimal
         month=pricing.round_half_up(Fraction(before_today) + expected_today + pace * remaining_days),
         budget=budget,
         runs_out=None if budget is None else _find_exhaustion_date(Fraction(budget), spent, today, expected_today, pace),
+        uncertainty=uncertainty,
     )
+
+
+def _sum_days(begin: date, **selection: Any) -> tuple[dict[date, dict[str, Decimal]], Uncertainty]:
+    """Return costs in USD by day and item, and the uncertainty of those from `begin` on. One query."""
+    costs: dict[date, dict[str, Decimal]] = defaultdict(dict)
+    parts = []
+    for day, item, nano, unpriced, estimated in sum_amounts("day", "item", **selection):
+        costs[day][item] = nanos_to_decimal(nano)
+        if day >= begin:
+            parts.append(Uncertainty(unpriced, nanos_to_decimal(estimated)))
+    return costs, Uncertainty.sum(parts)
 
 
 def _find_exhaustion_date(

@@ -6,20 +6,19 @@ and derived again."""
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
+from datetime import date, datetime
 from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count, Exists, F, Max, Min, OuterRef, Q, QuerySet, Subquery, Sum
+from django.db.models import Exists, F, Max, OuterRef, Q, Subquery
 
 from billing import horizon, rollup
 from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
-from billing.money_sums import limit_usd, nanos_to_decimal, sum_exact
+from billing.token_records import build_tokens_record, is_billable_call
 from sandboxes.claims import note_progress
-from sandboxes.egress.amounts import MAX_TOKENS, MAX_USD, REFUSED_CODES
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, SandboxState, Snapshot, Transition
 
@@ -348,56 +347,14 @@ def _meter_llm_calls(after: int | None, until: datetime) -> tuple[int | None, in
     calls = [*uncounted.filter(**({"pk__gt": after} if after else {})).order_by("pk")[:CALL_BATCH_SIZE]]
     if not calls:
         return None, 0
-    groups = {(each.holder, each.model, to_utc_date(each.started_at)) for each in calls if _is_billable_call(each)}
+    groups = {(each.holder, each.model, to_utc_date(each.started_at)) for each in calls if is_billable_call(each)}
     records = []
     for holder, model, day in groups:
         previous = UsageRecord.objects.filter(item=UsageKind.TOKENS, holder=holder, model=model, day=day)
-        record = _build_tokens_record(holder, model, day)
+        record = build_tokens_record(holder, model, day)
         if not previous.filter(calls__gt=record.calls).exists():
             previous.delete()
             records.append(record)
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
     LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True, metered_cost=F("cost"))
     return calls[-1].pk, len(records)
-
-
-def _is_billable_call(call: LlmCall) -> bool:
-    return call.kind == LlmCall.Kind.LLM and call.outcome != LlmCall.Outcome.REFUSED
-
-
-def find_refused_calls() -> QuerySet[LlmCall]:
-    """Find the calls not metered yet whose stated cost, tokens or price is out of range. They are metered as unpriced."""
-    refused = Q(code__in=REFUSED_CODES) | Q(cost__gte=MAX_USD)
-    for name in ("input", "cached", "output"):
-        refused |= Q(**{f"{name}_tokens__gt": MAX_TOKENS})
-    return LlmCall.objects.filter(refused, counted=False, ended_at__isnull=False).order_by("pk")
-
-
-def _build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageRecord:
-    begin = start_of_day(day)
-    llm_calls = LlmCall.objects.filter(
-        holder=holder, model=model, kind=LlmCall.Kind.LLM, started_at__gte=begin, started_at__lt=begin + timedelta(days=1),
-        ended_at__isnull=False,
-    ).exclude(outcome=LlmCall.Outcome.REFUSED)  # fmt: skip
-    # A stored amount out of range counts as unknown: it would overflow the sum and stop metering for every agent.
-    tokens = {
-        name: Sum(f"{name}_tokens", filter=Q(**{f"{name}_tokens__lte": MAX_TOKENS})) for name in ("input", "cached", "output")
-    }
-    is_estimated = Q(priced=LlmCall.Priced.ESTIMATE, cost__lt=MAX_USD)
-    sums = llm_calls.aggregate(
-        began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=sum_exact("cost", Q(cost__lt=MAX_USD)),
-        unpriced=Count("pk", filter=Q(cost__isnull=True) | Q(cost__gte=MAX_USD)),
-        estimated=Count("pk", filter=is_estimated), estimated_usd=sum_exact("cost", is_estimated), **tokens,
-    )  # fmt: skip
-    first = llm_calls.order_by("pk").select_related("sandbox").first()
-    sandbox = first.sandbox if first else None
-    called = f"calls of {model}" if model else "calls without a model"  # the name is chosen by the calling program
-    usd = limit_usd(nanos_to_decimal(sums["usd"]), agent=first.agent_did if first else "", day=str(day))
-    return UsageRecord(
-        item=UsageKind.TOKENS, source=f"{called} for {holder or 'no lease'}", day=day, began_at=sums["began"],
-        ended_at=max(sums["began"], sums["ended"]), sandbox=sandbox, holder=holder,
-        agent_did=first.agent_did if first else "", environment_id=first.environment_id if first else "",
-        provider=sandbox.provider if sandbox else "", model=model, calls=sums["calls"], unpriced=sums["unpriced"],
-        input_tokens=sums["input"] or 0, cached_tokens=sums["cached"] or 0, output_tokens=sums["output"] or 0,
-        usd=usd, estimated=sums["estimated"], estimated_usd=min(nanos_to_decimal(sums["estimated_usd"]), usd),
-    )  # fmt: skip

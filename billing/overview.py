@@ -9,12 +9,14 @@ from typing import Any
 
 from billing.dates import to_utc_date
 from billing.forecast import Forecast, forecast
+from billing.grouping import Selection
+from billing.model_sums import TokenCounts, sum_model_calls
 from billing.models import BillableItem
 from billing.money_sums import nanos_to_decimal
 from billing.totals import sum_amounts, sum_usd
 from billing.uncertainty import Uncertainty
 
-WINDOW_DAYS, MAX_SPENDERS = 30, 10
+WINDOW_DAYS, MAX_SPENDERS, MAX_MODELS = 30, 10, 20
 MODEL_CALLS_SERIES, PLANS_SERIES = "model calls", "plans"  # costs of these items are not split by provider
 SERIES_BY_ITEM = {str(BillableItem.LLM): MODEL_CALLS_SERIES, str(BillableItem.PLAN): PLANS_SERIES}
 
@@ -40,10 +42,22 @@ class AgentCost:
 
 
 @dataclass(frozen=True)
+class ModelCost:
+    """Calls to one model, their tokens and their cost in USD."""
+
+    model: str
+    calls: int
+    tokens: TokenCounts
+    usd: Decimal
+    uncertainty: Uncertainty
+
+
+@dataclass(frozen=True)
 class Overview:
-    """Costs in USD by day, series, agent and item.
+    """Costs in USD by day, series, agent, item and model.
 
     series: total of each series with any cost, most expensive first.
+    models: the most expensive models. None while the totals by model are not derived.
     top: upper end of the chart's axis."""
 
     days: list[DailyCost]
@@ -52,6 +66,7 @@ class Overview:
     top: Decimal
     spenders: list[AgentCost]
     items: dict[str, Decimal]
+    models: list[ModelCost] | None
     forecast: Forecast
     uncertainty: Uncertainty
 
@@ -82,9 +97,24 @@ def build_overview(*, now: datetime, account: str = "", agent: str = "") -> Over
         top=round_up_axis(max(day.bar for day in days)),
         spenders=[AgentCost(did, nanos_to_decimal(nano)) for did, nano in agents if nano],
         items={item: nanos_to_decimal(nano) for item, nano in _sort_by_cost(items.items()) if nano},
+        models=_list_models(Selection(first, today + timedelta(days=1), filters=filters)),
         forecast=forecast(now=now, **filters),
         uncertainty=Uncertainty.sum(uncertainties),
     )
+
+
+def _list_models(selection: Selection) -> list[ModelCost] | None:
+    sums = sum_model_calls("model", selection)
+    if sums is None:
+        return None
+    models = sorted(sums.items(), key=lambda each: (-each[1].usd, -each[1].calls, each[0]))[:MAX_MODELS]
+    return [
+        ModelCost(
+            model, usage.calls, TokenCounts.of(usage), nanos_to_decimal(usage.usd),
+            Uncertainty(usage.unpriced, nanos_to_decimal(usage.estimated_usd)),
+        )
+        for model, usage in models
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

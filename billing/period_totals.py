@@ -15,11 +15,13 @@ from django.db import transaction
 from django.db.models import Count, Max, Min, Sum
 
 from billing.dates import EPOCH, start_of_next_month
+from billing.grouping import Selection
 from billing.intervals import MICROSECOND
+from billing.model_totals import delete_model_totals, update_model_totals
 from billing.models import CostRecord, PeriodTotal, UsageRecord, Watermark
 from billing.models.period_totals import COSTS_WATERMARK, TOTALS_WATERMARK
 from billing.money_sums import sum_exact
-from billing.totals import TOTAL_DURATION, build_account_lookup, build_time_filter
+from billing.totals import PRICED_MICROS, TOTAL_DURATION, build_account_lookup, build_time_filter
 from sandboxes.claims import note_progress
 
 Period = PeriodTotal.Period
@@ -72,12 +74,15 @@ def derive_missing_totals() -> None:
 def delete_totals() -> None:
     """Delete all totals. Those of no records are valid: call it in the transaction that deletes the cost records."""
     PeriodTotal.objects.all().delete()
+    delete_model_totals()
     at = Watermark.hold(COSTS_WATERMARK, EPOCH)
     Watermark.objects.update_or_create(name=TOTALS_WATERMARK, defaults={"at": at})
 
 
 def update_totals(days: Collection[date]) -> None:
-    """Derive the totals of days of one month from their records, and those of the month from the difference."""
+    """Derive the totals of days of one month from their records, and those of the month from the difference.
+
+    The totals of model calls by model are derived with them."""
     before, after = _load(Period.AGENT_DAY, days), _sum_records(days)
     changed = _find_changes(before, after)
     months = _load_months(changed)
@@ -86,6 +91,7 @@ def update_totals(days: Collection[date]) -> None:
         sums = zip(months.get(month, NOTHING), after.get(key, NOTHING), before.get(key, NOTHING), strict=True)
         months[month] = tuple(total + new - old for total, new, old in sums)
     _write(changed | _find_changes(_load(Period.DAY, days), _sum_agents(after)) | months)
+    update_model_totals(days)
 
 
 def _find_changes(before: Sums, after: Sums) -> Sums:
@@ -102,10 +108,10 @@ def _sum_records(days: Collection[date]) -> Sums:
         rows = CostRecord.objects.filter(day=day).order_by().values_list("provider", "agent_did", "account", "item")
         for provider, agent, account, item, *amounts in rows.annotate(
             a=Count("pk"), b=sum_exact("quantity"), c=sum_exact("free"), d=sum_exact("usd"), e=Sum("unpriced"),
-            f=sum_exact("estimated_usd"),
+            f=sum_exact("estimated_usd"), g=PRICED_MICROS,
         ):  # fmt: skip
-            total[TotalKey(Period.AGENT_DAY, day, account, provider, item, agent)] = (*map(int, amounts), 0)
-        times = build_time_filter(None, None, None, {}).filter(day=day).values_list("provider", "agent_did")
+            total[TotalKey(Period.AGENT_DAY, day, account, provider, item, agent)] = tuple(map(int, amounts))
+        times = build_time_filter(Selection()).filter(day=day).values_list("provider", "agent_did")
         for provider, agent, number, duration in times.annotate(a=Count("pk"), b=TOTAL_DURATION):
             key = TotalKey(Period.AGENT_DAY, day, account_on(agent, day), provider, "", agent)
             total[key] = (number, 0, 0, 0, 0, 0, duration // MICROSECOND)

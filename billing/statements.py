@@ -4,25 +4,22 @@ A statement is never derived again. The costs of its month may change later, by 
 becomes a correction on the account's next statement, so that the sum of an account's statements always equals its costs. A
 move of an agent does not change closed months (models.Membership)."""
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db import transaction
-from django.db.models import Exists, OuterRef, Q, QuerySet, Sum
-from django.db.models.functions import TruncMonth
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from billing import pricing
 from billing.dates import EPOCH, start_of_day, start_of_next_month, to_utc_date
 from billing.metering import WATERMARK_NAMES, is_referenced
+from billing.model_sums import TokenCounts
 from billing.models import (
     Account,
-    BillableItem,
     CostRecord,
     Credit,
+    ModelTotal,
     Statement,
     StatementLine,
     Unpriced,
@@ -30,43 +27,28 @@ from billing.models import (
     UsageRecord,
     Watermark,
 )
-from billing.money_sums import CENTS_PER_UNIT, nanos_to_decimal, sum_exact
+from billing.money_sums import CENTS_PER_UNIT, sum_exact
+from billing.statement_lines import (
+    ZERO_AMOUNT,
+    ZERO_USD,
+    LineAmount,
+    LineKey,
+    find_whole_groups,
+    sum_billed_costs,
+    sum_derived_costs,
+)
 from billing.uncertainty import Uncertainty
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
 
 SQL_BATCH_SIZE = 500  # rows per SQL statement; SQLite limits the number of values
-ZERO_USD = Decimal("0.00")
 
 
 class MonthNotClosable(SandboxError):
     """This month cannot be closed."""
 
     code = "not_closable"
-
-
-class LineKey(NamedTuple):
-    """Unique key of a line within a statement. `month` is the first day of the month of use."""
-
-    month: date
-    agent_did: str
-    provider: str
-    item: str
-    rate: int | None
-
-
-class LineAmount(NamedTuple):
-    """Amounts of a line. unpriced: number of model calls without a price. estimated_usd: estimated part of `usd`, in cents."""
-
-    quantity: Decimal
-    free: Decimal
-    usd: Decimal
-    unpriced: int
-    estimated_usd: Decimal
-
-
-ZERO_AMOUNT = LineAmount(Decimal(0), Decimal(0), ZERO_USD, 0, ZERO_USD)
 
 
 def close_month(account: Account, month: date, *, now: datetime, actor: str) -> tuple[Statement, bool]:
@@ -114,7 +96,7 @@ def _check_month_complete(begin: date, end: date, now: datetime) -> None:
         raise MonthNotClosable(
             f"{format_month(begin)} is not metered up to its end yet. Run `manage.py meter`, or wait for its sweep."
         )
-    if Unpriced.objects.filter(day__lt=end).exists():
+    if Unpriced.objects.filter(day__lt=end).exists() or not ModelTotal.are_derived():
         raise MonthNotClosable(f"Usage up to the end of {format_month(begin)} is not priced yet. Wait for the next sweep.")
 
 
@@ -159,17 +141,24 @@ def _check_order(account: Account, begin: date) -> None:
 def _build_lines(account: Account, begin: date, end: date) -> Iterator[StatementLine]:
     """Yield the month's usage, and corrections: differences between costs and earlier statements of the months before."""
     billed = sum_billed_costs(account)
-    unrated = {key[:4] for key in billed if key.rate is None and key.item != BillableItem.LLM}
-    derived = sum_derived_costs(account, until=end, unrated=unrated)
-    for key in sorted({*derived, *billed}, key=lambda key: (*key[:4], key.rate or 0)):
+    whole = find_whole_groups(billed)
+    derived = sum_derived_costs(account, until=end, whole=whole)
+    for key in sorted({*derived, *billed}, key=lambda key: (*key[:5], key.rate or 0)):
         cost, earlier = derived.get(key, ZERO_AMOUNT), billed.get(key, ZERO_AMOUNT)
+        if key.group in whole and earlier.tokens == TokenCounts():  # billed before lines had tokens
+            cost = cost._replace(tokens=TokenCounts())
         if key.month == begin or cost.usd != earlier.usd:
-            yield StatementLine(
-                kind=StatementLine.Kind.USAGE if key.month == begin else StatementLine.Kind.CORRECTION,
-                for_month=key.month, agent_did=key.agent_did, provider=key.provider, item=key.item, rate_id=key.rate,
-                quantity=cost.quantity - earlier.quantity, free=cost.free - earlier.free, usd=cost.usd - earlier.usd,
-                unpriced=cost.unpriced - earlier.unpriced, estimated_usd=cost.estimated_usd - earlier.estimated_usd,
-            )  # fmt: skip
+            kind = StatementLine.Kind.USAGE if key.month == begin else StatementLine.Kind.CORRECTION
+            yield _build_line(kind, key, cost.minus(earlier))
+
+
+def _build_line(kind: StatementLine.Kind, key: LineKey, amount: LineAmount) -> StatementLine:
+    return StatementLine(
+        kind=kind, for_month=key.month, agent_did=key.agent_did, provider=key.provider, item=key.item, model=key.model,
+        rate_id=key.rate, quantity=amount.quantity, free=amount.free, usd=amount.usd, unpriced=amount.unpriced,
+        estimated_usd=amount.estimated_usd, input_tokens=amount.tokens.input, cached_tokens=amount.tokens.cached,
+        cache_written_tokens=amount.tokens.cache_written, output_tokens=amount.tokens.output,
+    )  # fmt: skip
 
 
 def preview_month(account: Account, month: date) -> list[StatementLine]:
@@ -181,66 +170,6 @@ def preview_month(account: Account, month: date) -> list[StatementLine]:
     closed = {*Statement.objects.filter(account=account).values_list("month", flat=True)}
     lines = _build_lines(account, begin, start_of_next_month(begin))
     return [line for line in lines if line.for_month == begin or (line.for_month < begin and line.for_month in closed)]
-
-
-def sum_derived_costs(
-    account: Account, *, until: date, since: date | None = None, unrated: Collection[tuple[Any, ...]] = ()
-) -> dict[LineKey, LineAmount]:
-    """Sum an account's derived costs by line, each rounded half up to cents.
-
-    A line's amount follows from its own quantity and rate. `unrated` are the (month, agent, provider, item) of statements
-    closed before lines had a rate: their rates are summed to one line."""
-    rows = CostRecord.objects.filter(Q(day__gte=since) if since else Q(), account=account, day__lt=until)
-    rows = rows.annotate(month=TruncMonth("day")).order_by()
-    groups = rows.values_list("month", "agent_did", "provider", "item", "rate", "rate__usd")
-    derived: dict[LineKey, LineAmount] = {}
-    nano_sums: Counter[LineKey] = Counter()
-    for month, agent, provider, item, rate, rate_usd, quantity, free, nano, unpriced, estimated in groups.annotate(
-        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd")
-    ):
-        group = (month, agent, provider, item)
-        key = LineKey(*group, None if group in unrated else rate)
-        before = derived.get(key, ZERO_AMOUNT)
-        nano_sums[key] += nano
-        derived[key] = LineAmount(
-            before.quantity + nanos_to_decimal(quantity),
-            before.free + nanos_to_decimal(free),
-            round_line_usd(nano_sums[key], quantity - free, rate_usd if key.rate else None),
-            before.unpriced + int(unpriced),
-            before.estimated_usd + pricing.round_half_up(Fraction(estimated, 10**9), pricing.CENT_PLACES),
-        )
-    return derived
-
-
-def round_line_usd(recorded: int, billable: int, rate_usd: Decimal | None) -> Decimal:
-    """Return a line's amount in cents: billable quantity x rate, or the recorded costs if one of the records was limited.
-
-    The recorded costs and the billable quantity are in billionths. The product and the recorded costs of records without a
-    limit differ only by the rounding of the records to nine decimal places. Without a rate the recorded costs count."""
-    usd = Fraction(recorded, 10**9)
-    if rate_usd is not None:
-        product = Fraction(billable, 10**9) * Fraction(rate_usd)
-        usd = product if abs(product - usd) < 1 else usd
-    return pricing.round_half_up(usd, pricing.CENT_PLACES)
-
-
-def sum_billed_costs(account: Account) -> dict[LineKey, LineAmount]:
-    """Sum the lines of an account's statements, corrections included."""
-    rows = StatementLine.objects.filter(statement__account=account).order_by()
-    groups = rows.values_list("for_month", "agent_did", "provider", "item", "rate")
-    sums = groups.annotate(
-        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd")
-    )
-    return {
-        LineKey(*key): LineAmount(
-            nanos_to_decimal(quantity),
-            nanos_to_decimal(free),
-            nanos_to_decimal(nano).quantize(ZERO_USD),
-            int(unpriced),
-            nanos_to_decimal(estimated).quantize(ZERO_USD),
-        )
-        for *key, quantity, free, nano, unpriced, estimated in sums
-    }
 
 
 def find_due_accounts(month: date) -> QuerySet[Account]:

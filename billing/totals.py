@@ -1,4 +1,4 @@
-"""Totals of costs and sandbox time, grouped by agent, lease, environment, provider, day, account or item."""
+"""Totals of costs and sandbox time, grouped by any attribute of billing.grouping."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -7,26 +7,51 @@ from datetime import date, timedelta
 from decimal import Decimal
 from typing import Any
 
-from django.db.models import DurationField, ExpressionWrapper, F, OuterRef, Q, QuerySet, Subquery, Sum, Value
-from django.db.models.functions import Coalesce
+from django.db.models import (
+    BigIntegerField,
+    Case,
+    DurationField,
+    ExpressionWrapper,
+    F,
+    OuterRef,
+    Q,
+    QuerySet,
+    Subquery,
+    Sum,
+    Value,
+    When,
+)
+from django.db.models.functions import Cast, Coalesce
 from django.db.models.lookups import Exact
 
-from billing import membership
-from billing.dates import EPOCH_DATE, start_of_next_month
+from billing import membership, pricing
+from billing.dates import EPOCH_DATE
+from billing.errors import TotalsPending
+from billing.grouping import GROUP_BY_COLUMNS, MODEL_GROUPS, Selection, format_key
 from billing.intervals import MICROSECOND
-from billing.models import HOUSE_ACCOUNT_NAME, Account, CostRecord, Membership, PeriodTotal, UsageKind, UsageRecord
-from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.model_sums import TokenCounts, sum_model_calls
+from billing.model_usage import NO_USAGE, ModelUsage
+from billing.models import (
+    HOUSE_ACCOUNT_NAME,
+    Account,
+    BillableItem,
+    CostRecord,
+    Membership,
+    PeriodTotal,
+    UsageKind,
+    UsageRecord,
+)
+from billing.money_sums import NANOS_PER_UNIT, nanos_to_decimal, sum_exact
 from sandboxes.models import AWAKE_STATES
 
 # Sandbox time is charged while ready for use, not while warming, evicting, cold or destroying. Suspended time is charged by an
 # item of its own (billing.costs).
 BILLABLE_STATES = AWAKE_STATES
 TOTAL_DURATION = Sum(ExpressionWrapper(F("ended_at") - F("began_at"), DurationField()))
-SUMMED_AMOUNTS = ("quantity", "free", "usd", "unpriced", "estimated_usd")
-GROUP_BY_COLUMNS = {
-    "agent": "agent_did", "lease": "holder", "environment": "environment_id", "provider": "provider", "day": "day",
-    "account": "account__name", "item": "item",
-}  # fmt: skip
+# Exact sandbox time of cost records: the sum of their quantities, rounded one by one, would differ from the sandbox hours.
+# Other items may have more base units than fit into 64 bits.
+PRICED_MICROS = Sum(Case(When(item=BillableItem.TIME, then=Cast("whole", BigIntegerField())), default=Value(0)))
+SUMMED_AMOUNTS = ("quantity", "free", "usd", "unpriced", "estimated_usd", "micros")
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,9 @@ class CostTotal:
     """Usage and costs of one group: quantities and free quantities by item, in units of the item, and USD.
 
     `estimated_usd` is the estimated part of `usd`, which does not include the model calls without a price (`unpriced`).
-    `sandbox_time` is the billable sandbox time. It is None in totals by item or of one item."""
+    `sandbox_time` is the billable sandbox time. It is None in totals by item or model, and of one item or model. `tokens` are
+    those of the model calls. They are None while the totals by model are not derived, such as in the first minute after an
+    upgrade."""
 
     key: str
     quantities: dict[str, Decimal]
@@ -43,6 +70,7 @@ class CostTotal:
     unpriced: int
     estimated_usd: Decimal
     sandbox_time: timedelta | None
+    tokens: TokenCounts | None
 
 
 def sum_costs(
@@ -51,95 +79,102 @@ def sum_costs(
     """Sum costs from day `since` up to but not including `until`, most expensive group first; by day in date order.
 
     `by` and the names in `filters` are keys of GROUP_BY_COLUMNS. `agents` limits the sum to those DIDs. Reads the totals by
-    day and month, except by lease and environment, which have few records each."""
-    without_time = by == "item" or "item" in filters
-    periods = _find_period_totals([by], since, until, agents, filters)
+    day and month, except by lease, environment and project, which have few records each. Costs other than of model calls have
+    an empty model. Raise TotalsPending for costs by model or of one model that are not derived yet."""
+    selection = Selection(since, until, agents, filters)
+    model_calls = sum_model_calls(by, selection)
+    if by in MODEL_GROUPS or "model" in filters:
+        if model_calls is None:
+            raise TotalsPending
+        others = [] if "model" in filters else _sum_other_items(selection)
+        return _build_totals(by, [*others, *_build_call_rows(model_calls)], None, model_calls)
+    sums, sandbox_time = _sum_items(by, selection)
+    return _build_totals(by, sums, sandbox_time, model_calls)
+
+
+def _sum_items(by: str, selection: Selection) -> tuple[list[tuple[Any, ...]], Mapping[str, timedelta] | None]:
+    """Sum costs as rows of (group, item, and SUMMED_AMOUNTS in the units of PeriodTotal). Return also the time by group."""
+    without_time = by == "item" or "item" in selection.filters
+    periods = _find_period_totals([by], selection)
     if periods is None:
-        sandbox_time = None if without_time else sum_sandbox_time(by, since=since, until=until, agents=agents, **filters)
-        return _build_totals(by, _sum_records(by, since, until, agents, filters), sandbox_time)
-    amounts = map(Sum, (*SUMMED_AMOUNTS, "micros"))
-    sums = [*periods.values_list(GROUP_BY_COLUMNS[by], "item").annotate(*amounts)]
+        return [*_sum_records(by, selection)], None if without_time else _sum_time(by, selection)
+    sums = [*periods.values_list(GROUP_BY_COLUMNS[by], "item").annotate(*map(Sum, SUMMED_AMOUNTS))]
     durations: dict[str, timedelta] = defaultdict(timedelta)
     for key, item, *_, micros in sums:
         if not item:
-            durations[_format_key(key)] += int(micros) * MICROSECOND
-    return _build_totals(by, [row[:-1] for row in sums if row[1]], None if without_time else durations)
+            durations[format_key(key)] += int(micros) * MICROSECOND
+    return [row for row in sums if row[1]], None if without_time else durations
 
 
-def _sum_records(
-    by: str, since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
-) -> QuerySet[CostRecord, tuple[Any, ...]]:
-    """Sum cost records as rows of (group, item, and SUMMED_AMOUNTS in the units of PeriodTotal)."""
-    rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters))
-    sums = rows.order_by().values_list(GROUP_BY_COLUMNS[by], "item")
+def _sum_other_items(selection: Selection) -> list[tuple[Any, ...]]:
+    """Sum the costs other than of model calls, by item, as rows of an empty group."""
+    sums, _ = _sum_items("item", selection)
+    return [("", *row[1:]) for row in sums if row[1] != BillableItem.LLM]
+
+
+def _build_call_rows(model_calls: Mapping[str, ModelUsage]) -> list[tuple[Any, ...]]:
+    """Convert sums of model calls to rows like those of other items."""
+    return [
+        (name, BillableItem.LLM, usage.calls * NANOS_PER_UNIT, 0, usage.usd, usage.unpriced, usage.estimated_usd, 0)
+        for name, usage in model_calls.items()
+    ]
+
+
+def _sum_records(by: str, selection: Selection) -> QuerySet[CostRecord, tuple[Any, ...]]:
+    sums = CostRecord.objects.filter(selection.build_filter()).order_by().values_list(GROUP_BY_COLUMNS[by], "item")
     return sums.annotate(
-        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd")
-    )
+        a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd"),
+        f=PRICED_MICROS,
+    )  # fmt: skip
 
 
-def _find_period_totals(
-    groups: Collection[str], since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
-) -> QuerySet[PeriodTotal] | None:
-    """Find the totals that make up a range of days, or None if there are none with these groups and filters.
-
-    Full months of agents are single totals, and the other days of the range are totals of days."""
-    names = {*groups, *filters}
-    if not names.isdisjoint(("lease", "environment")) or not PeriodTotal.are_valid():
+def _find_period_totals(groups: Collection[str], selection: Selection) -> QuerySet[PeriodTotal] | None:
+    """Find the totals that make up a selection, or None if there are none with these groups and filters."""
+    periods = selection.build_period_filter(groups)
+    if periods is None or not PeriodTotal.are_valid():
         return None
-    in_range, period = _build_range_filter(since, until, agents), PeriodTotal.Period
-    if "agent" not in names and agents is None:
-        periods = Q(period=period.DAY)
-    elif "day" in names:
-        periods = Q(period=period.AGENT_DAY)
-    else:
-        begin = start_of_next_month(since) if since and since.day > 1 else since
-        end = until.replace(day=1) if until else None
-        months = _build_range_filter(begin, end, None)
-        is_edge = Q(day__lt=begin) if begin else Q(pk__in=[])
-        is_edge |= Q(day__gte=end) if end else Q(pk__in=[])
-        if begin and end and begin >= end:
-            months, is_edge = Q(pk__in=[]), Q()
-        periods = Q(months, period=period.AGENT_MONTH) | Q(is_edge, period=period.AGENT_DAY)
-    return PeriodTotal.objects.filter(in_range, periods, **_get_columns(filters)).order_by()
+    return PeriodTotal.objects.filter(selection.build_filter(), periods).order_by()
 
 
-def _build_totals(by: str, sums: Iterable[tuple[Any, ...]], sandbox_time: Mapping[str, timedelta] | None) -> list[CostTotal]:
-    quantities: dict[str, dict[str, Decimal]] = defaultdict(dict)
-    free: dict[str, dict[str, Decimal]] = defaultdict(dict)
+def _build_totals(
+    by: str, sums: Iterable[tuple[Any, ...]], sandbox_time: Mapping[str, timedelta] | None,
+    model_calls: Mapping[str, ModelUsage] | None,
+) -> list[CostTotal]:  # fmt: skip
+    quantities: dict[str, Counter[str]] = defaultdict(Counter)
+    free: dict[str, Counter[str]] = defaultdict(Counter)
     usd: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
     estimated: Counter[str] = Counter()
-    for key, item, quantity, free_quantity, nano, unpriced_calls, estimated_nano in sums:
-        name = _format_key(key)
-        quantities[name][item] = nanos_to_decimal(int(quantity))
+    micros: Counter[str] = Counter()
+    for key, item, quantity, free_quantity, nano, unpriced_calls, estimated_nano, item_micros in sums:
+        name = format_key(key)
+        quantities[name][item] += int(quantity)
         if free_quantity:
-            free[name][item] = nanos_to_decimal(int(free_quantity))
+            free[name][item] += int(free_quantity)
         usd[name] += int(nano)
         unpriced[name] += int(unpriced_calls)
         estimated[name] += int(estimated_nano)
+        micros[name] += int(item_micros)
     names = sorted({*quantities, *(sandbox_time or {})}, key=lambda name: (0 if by == "day" else -usd[name], name))
     return [
         CostTotal(
             name,
-            quantities.get(name, {}),
-            free.get(name, {}),
+            {item: _get_quantity(item, nano, micros[name]) for item, nano in quantities.get(name, {}).items()},
+            {item: nanos_to_decimal(quantity) for item, quantity in free.get(name, {}).items()},
             nanos_to_decimal(usd[name]),
             unpriced[name],
             nanos_to_decimal(estimated[name]),
             None if sandbox_time is None else sandbox_time.get(name, timedelta(0)),
+            None if model_calls is None else TokenCounts.of(model_calls.get(name, NO_USAGE)),
         )
         for name in names
     ]
 
 
-def sum_usd_by_day(
-    *, since: date, until: date, agents: Collection[str] | None = None, **filters: Any
-) -> dict[date, dict[str, Decimal]]:
-    """Sum costs in USD by day and item. The parameters are those of `sum_costs`."""
-    days: dict[date, dict[str, Decimal]] = defaultdict(dict)
-    for day, item, nano in sum_usd("day", "item", since=since, until=until, agents=agents, **filters):
-        days[day][item] = nanos_to_decimal(nano)
-    return dict(days)
+def _get_quantity(item: str, billionths: int, micros: int) -> Decimal:
+    if item == BillableItem.TIME:
+        return pricing.round_half_up(pricing.to_units(item, micros))
+    return nanos_to_decimal(billionths)
 
 
 def sum_usd(*groups: str, **selection: Any) -> list[tuple[Any, ...]]:
@@ -153,19 +188,20 @@ def sum_amounts(
     """Sum costs by several groups. The parameters are those of `sum_costs`.
 
     Return rows of (group, ..., billionths of USD, number of calls without a price, billionths of estimated USD)."""
-    columns = [GROUP_BY_COLUMNS[name] for name in groups]
-    periods = _find_period_totals(groups, since, until, agents, filters)
+    columns, selection = [GROUP_BY_COLUMNS[name] for name in groups], Selection(since, until, agents, filters)
+    periods = _find_period_totals(groups, selection)
     if periods is not None:
-        sums: Any = periods.exclude(item="").values_list(*columns).annotate(*map(Sum, SUMMED_AMOUNTS[2:]))
+        sums: Any = periods.exclude(item="").values_list(*columns).annotate(*map(Sum, SUMMED_AMOUNTS[2:5]))
     else:
-        rows = CostRecord.objects.filter(_build_range_filter(since, until, agents), **_get_columns(filters)).order_by()
+        rows = CostRecord.objects.filter(selection.build_filter()).order_by()
         sums = rows.values_list(*columns).annotate(a=sum_exact("usd"), b=Sum("unpriced"), c=sum_exact("estimated_usd"))
     return [(*row[:-3], *map(int, row[-3:])) for row in sums]
 
 
 def find_first_day_of_time(*, since: date, until: date, agents: Collection[str] | None = None, **filters: Any) -> date | None:
     """Return the first day with billable sandbox time. The parameters are those of `sum_sandbox_time`. Reads no sums."""
-    found = (build_time_filter(since, until, agents, filters).filter(part) for part in _build_account_parts(since, filters))
+    rows = build_time_filter(Selection(since, until, agents, filters))
+    found = (rows.filter(part) for part in _build_account_parts(since, filters))
     days = [day for rows in found for day in rows.order_by("day").values_list("day", flat=True)[:1]]
     return min(days, default=None)
 
@@ -173,25 +209,26 @@ def find_first_day_of_time(*, since: date, until: date, agents: Collection[str] 
 def sum_sandbox_time(
     by: str, *, since: date | None = None, until: date | None = None, agents: Collection[str] | None = None, **filters: Any
 ) -> dict[str, timedelta]:
-    """Sum billable sandbox time by group. The parameters are those of `sum_costs`, except that there is no item."""
-    rows = build_time_filter(since, until, agents, filters)
+    """Sum billable sandbox time by group. The parameters are those of `sum_costs`, without item and model."""
+    return _sum_time(by, Selection(since, until, agents, filters))
+
+
+def _sum_time(by: str, selection: Selection) -> dict[str, timedelta]:
+    rows, since, filters = build_time_filter(selection), selection.since, selection.filters
     if by == "account":
         account = filters.get("account")
         return {name: duration for name, duration in _sum_time_by_account(rows, since).items() if account in (None, name)}
     total: dict[str, timedelta] = defaultdict(timedelta)
     for part in _build_account_parts(since, filters):
         for key, duration in rows.filter(part).values_list(GROUP_BY_COLUMNS[by]).annotate(duration=TOTAL_DURATION):
-            total[_format_key(key)] += duration
+            total[format_key(key)] += duration
     return dict(total)
 
 
-def build_time_filter(
-    since: date | None, until: date | None, agents: Collection[str] | None, filters: Mapping[str, Any]
-) -> QuerySet[UsageRecord]:
+def build_time_filter(selection: Selection) -> QuerySet[UsageRecord]:
     """Find the records of billable sandbox time, of every account."""
-    columns = _get_columns({name: value for name, value in filters.items() if name != "account"})
     rows = UsageRecord.objects.filter(
-        _build_range_filter(since, until, agents), item=UsageKind.TIME, state__in=BILLABLE_STATES, **columns
+        selection.build_filter(without=["account"]), item=UsageKind.TIME, state__in=BILLABLE_STATES
     )
     return rows.order_by()
 
@@ -245,20 +282,3 @@ def _build_moved_filter(since: date | None) -> Q:
 def _build_account_on_day() -> Coalesce:
     begun = Membership.objects.filter(agent_did=OuterRef("agent_did"), since__lte=OuterRef("day")).order_by("-since")
     return Coalesce(Subquery(begun.values("account__name")[:1]), Value(HOUSE_ACCOUNT_NAME))
-
-
-def _build_range_filter(since: date | None, until: date | None, agents: Collection[str] | None) -> Q:
-    condition = Q() if agents is None else Q(agent_did__in=[*agents])
-    if since:
-        condition &= Q(day__gte=since)
-    if until:
-        condition &= Q(day__lt=until)
-    return condition
-
-
-def _get_columns(filters: Mapping[str, Any]) -> dict[str, Any]:
-    return {GROUP_BY_COLUMNS[name]: value for name, value in filters.items()}
-
-
-def _format_key(key: object) -> str:
-    return "" if key is None else str(key)

@@ -73,6 +73,7 @@ STATUS_BY_ERROR: dict[type[Exception], int] = {
     leases.ShellDecryptionFailed: 409,
     billing.BudgetExhausted: 402,
     billing.BudgetNotFound: 404,
+    billing.TotalsPending: 503,
     leases.RateLimited: 429,
     leases.RequestTooLarge: 413,
     leases.LengthRequired: 411,

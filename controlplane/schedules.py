@@ -11,7 +11,7 @@ from django_q.conf import Conf
 from django_q.models import OrmQ, Schedule
 from django_q.tasks import async_task
 
-from billing import costs, derivation, metering
+from billing import costs, derivation, token_records
 from billing.models import CostRecord
 from controlplane import dry_run
 from leases import budget_enforcement
@@ -70,7 +70,7 @@ def meter(*, now: datetime) -> SweepResult:
     Calls whose stated amounts are out of range, and cost records that were limited, are failures of their own; the others
     are metered and priced."""
     result = SweepResult()
-    for call in metering.find_refused_calls()[:MAX_LISTED_FAILURES]:
+    for call in token_records.find_refused_calls()[:MAX_LISTED_FAILURES]:
         result.failures.append(f"call {call.call_id}: cost or tokens out of range, metered as unpriced")
     newest = CostRecord.objects.order_by("-pk").values_list("pk", flat=True).first() or 0
     usage, changes = derivation.derive_usage_and_costs(now=now)

@@ -8,7 +8,7 @@ from django import forms
 from django.contrib import admin
 from django.contrib.admin.utils import unquote
 from django.core.exceptions import PermissionDenied
-from django.db.models import Count
+from django.db.models import Count, Sum
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404
 from django.urls import URLPattern, path, reverse
@@ -23,6 +23,7 @@ from billing.admin.usage import build_month_filter, get_month
 from billing.api.statements import parse_month, render_lines_csv
 from billing.models import HOUSE_ACCOUNT_NAME, Account, CostRecord, Credit, Membership, Statement
 from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.uncertainty import Uncertainty
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import NormalizedDecimalField
@@ -120,14 +121,16 @@ class AccountAdmin(ConsoleModelAdmin):
         present = Membership.objects.on(admin_members.get_today()).filter(account__in=pks)
         members = dict(present.order_by().values_list("account").annotate(Count("pk")))
         spent = CostRecord.objects.filter(build_month_filter(get_month(database_time.now())), account__in=pks).order_by()
+        sums = spent.values_list("account").annotate(a=sum_exact("usd"), b=Sum("unpriced"), c=sum_exact("estimated_usd"))
         costs = {
-            account: nanos_to_decimal(nano) for account, nano in spent.values_list("account").annotate(nano=sum_exact("usd"))
+            account: (nanos_to_decimal(nano), Uncertainty(int(unpriced), nanos_to_decimal(estimated)))
+            for account, nano, unpriced, estimated in sums
         }
         closed = Statement.objects.filter(account__in=pks).order_by("account", "month").values_list("account", "month")
         last, credit = dict(closed), statements.get_balances()
         for row in rows:
             row.member_count = members.get(row.pk, 0)  # type: ignore[attr-defined]
-            row.spent = costs.get(row.pk, Decimal(0))  # type: ignore[attr-defined]
+            row.spent, row.uncertainty = costs.get(row.pk, (Decimal(0), ""))  # type: ignore[attr-defined]
             row.credit = credit.get(row.pk, Decimal(0))  # type: ignore[attr-defined]
             row.last = last.get(row.pk)  # type: ignore[attr-defined]
 
@@ -140,8 +143,9 @@ class AccountAdmin(ConsoleModelAdmin):
         return "all other agents" if row.name == HOUSE_ACCOUNT_NAME else f"{row.member_count:,}"  # type: ignore[attr-defined]
 
     @display(description="USD this month")
-    def month(self, row: Account) -> str:
-        return format_money_brief(row.spent)  # type: ignore[attr-defined]
+    def month(self, row: Account) -> SafeString | str:
+        spent, note = format_money_brief(row.spent), str(row.uncertainty)  # type: ignore[attr-defined]
+        return render_two_lines(spent, note) if note else spent
 
     @display(description="Remaining credit, USD")
     def balance(self, row: Account) -> str:

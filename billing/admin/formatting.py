@@ -7,6 +7,7 @@ from typing import Any
 from django.db.models import Sum
 
 from billing import pricing
+from billing.model_sums import TokenCounts
 from billing.models import CostRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
 from billing.pricing import format_decimal
@@ -44,6 +45,16 @@ def format_quantity_brief(quantity: Decimal) -> str:
     """Format a quantity with at most three decimals for a table column."""
     shown = format_quantity(quantity.quantize(Decimal("0.001")))
     return shown if shown != "0" or not quantity else "< 0.001"
+
+
+def describe_tokens(tokens: TokenCounts, *, signed: bool = False) -> str:
+    """Describe tokens by kind, such as "1,200 in (800 cached), 40 out". Empty without tokens; `signed` for a difference."""
+    sign = "+" if signed else ""
+    if not any(tokens):
+        return ""
+    kinds = ((tokens.cached, "cached"), (tokens.cache_written, "written to the cache"))
+    parts = ", ".join(f"{count:{sign},} {label}" for count, label in kinds if count)
+    return f"{tokens.input:{sign},} in{f' ({parts})' if parts else ''}, {tokens.output:{sign},} out"
 
 
 def build_total_cost_field(**filters: Any) -> SummaryField:

@@ -11,6 +11,7 @@ from django.template.response import TemplateResponse
 
 from billing import overview
 from billing.admin.formatting import format_money, format_money_brief
+from billing.model_providers import find_model_provider
 from billing.models import Account, BillableItem, Watermark
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_time_ago
 from sandboxes.db import database_time
@@ -68,6 +69,7 @@ def show_spending(request: HttpRequest) -> HttpResponse:
             (BillableItem(item).label, format_money(amount), _format_percent(amount, costs.usd))
             for item, amount in costs.items.items()
         ],
+        "models": _build_model_rows(costs),
         "chart_summary": _describe_chart(costs),
         "accounts": Account.objects.values_list("name", flat=True).order_by("name")[:500],
         "account": account,
@@ -76,6 +78,20 @@ def show_spending(request: HttpRequest) -> HttpResponse:
         "middle": format_money(costs.top / 2),
     }
     return TemplateResponse(request, "admin/billing/overview.html", context)
+
+
+def _build_model_rows(costs: overview.Overview) -> list[dict[str, Any]]:
+    return [
+        {
+            "model": each.model,
+            "vendor": find_model_provider(each.model),
+            "usd": format_money(each.usd),
+            "note": str(each.uncertainty),
+            "calls": f"{each.calls:,}",
+            "tokens": [f"{count:,}" for count in each.tokens],
+        }
+        for each in costs.models or ()
+    ]
 
 
 def _get_query_param(request: HttpRequest, name: str) -> str:

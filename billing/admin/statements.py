@@ -13,10 +13,11 @@ from unfold.contrib.filters.admin import RelatedDropdownFilter
 from unfold.decorators import display
 
 from billing import statements
-from billing.admin.formatting import format_cents, format_quantity
+from billing.admin.formatting import describe_tokens, format_cents, format_quantity
 from billing.api.focus import build_csv_response
 from billing.api.statements import find_lines, render_lines_csv
 from billing.focus.export import AccountMonth
+from billing.model_sums import TokenCounts
 from billing.models import BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
 from billing.uncertainty import Uncertainty
@@ -133,15 +134,20 @@ def _describe_uncertainty(line: StatementLine) -> str:
     return ", ".join(filter(None, (estimated, unpriced)))
 
 
+def _describe_tokens(line: StatementLine) -> str:
+    return describe_tokens(TokenCounts.of(line), signed=line.kind == StatementLine.Kind.CORRECTION)
+
+
 def _build_line(line: StatementLine) -> dict[str, Any]:
     return {
         "agent": line.agent_did or "no agent",
         "provider": line.provider or "–",
-        "item": BillableItem(line.item).label,
+        "model": line.model,
+        "item": line.model or BillableItem(line.item).label,
         "month": f"{line.for_month:%Y-%m}",
         "quantity": format_quantity(line.quantity),
         "free": format_quantity(line.free) if line.free else "–",
-        "uncertainty": _describe_uncertainty(line),
+        "note": ", ".join(filter(None, (_describe_tokens(line), _describe_uncertainty(line)))),
         "rate": format_decimal(line.rate.usd) if line.rate else "as stated" if line.item == BillableItem.LLM else "–",
         "rate_from": f"from {line.rate.valid_from:%Y-%m-%d %H:%M}" if line.rate else "",
         "usd": format_cents(line.usd),

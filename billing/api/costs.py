@@ -27,10 +27,12 @@ from billing.api.views import (
     get_metered_at,
     validate_query,
 )
+from billing.grouping import GROUP_BY_COLUMNS
 from billing.intervals import MICROSECOND
+from billing.model_sums import TokenCounts
 from billing.models import BillableItem
 from billing.pricing import format_decimal
-from billing.totals import GROUP_BY_COLUMNS, CostTotal, sum_costs
+from billing.totals import CostTotal, sum_costs
 from billing.uncertainty import Uncertainty
 
 ZERO_USD = Decimal(0)
@@ -42,6 +44,12 @@ class CostQuerySerializer(CostFilterSerializer):
     since = serializers.DateField(required=False, help_text="First day, UTC.")
     until = serializers.DateField(required=False, help_text="Day after the last day, UTC.")
     lease = serializers.UUIDField(required=False, help_text="Only costs of this lease.")
+    project = serializers.CharField(
+        required=False, max_length=63, help_text="Only costs of the leases of this project. A lease keeps its project."
+    )
+    model = serializers.CharField(
+        required=False, max_length=200, help_text="Only costs of the calls to this model, by its full name."
+    )
     limit = serializers.IntegerField(default=1000, min_value=1, max_value=MAX_RESULTS, help_text="Maximum number of results.")
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -50,16 +58,27 @@ class CostQuerySerializer(CostFilterSerializer):
         return attrs
 
 
+class TokenCountsSerializer(serializers.Serializer):
+    """Tokens of model calls, as reported by the upstreams. Calls whose usage is unknown have none."""
+
+    input = serializers.IntegerField(help_text="Includes `cached` and `cache_written`.")
+    cached = serializers.IntegerField(help_text="Part of the input that was read from the cache.")
+    cache_written = serializers.IntegerField(help_text="Part of the input that was written to the cache.")
+    output = serializers.IntegerField(help_text="Includes reasoning.")
+
+
 class CostTotalSerializer(serializers.Serializer):
     key = serializers.CharField(
-        help_text="Value of the attribute in `by`; empty for a plan, or for a sandbox that no lease held."
+        help_text="Value of the attribute in `by`; empty for a plan, for a sandbox that no lease held, by model for all other "
+        "items than model calls, and by model_provider also for models of an unknown vendor."
     )
     usd = serializers.CharField(help_text="Decimal number.")
     estimated_usd = serializers.CharField(help_text="Estimated part of `usd`, of model calls whose usage is unknown.")
     unpriced_calls = serializers.IntegerField(help_text="Number of model calls without a price, which `usd` does not include.")
-    hours = serializers.CharField(allow_null=True, help_text="Sandbox hours; null if grouped by item.")
+    hours = serializers.CharField(allow_null=True, help_text="Sandbox hours; null if grouped by item or model.")
     quantities = serializers.DictField(child=serializers.CharField(), help_text="Quantity of each item, in its unit.")
     free = serializers.DictField(child=serializers.CharField(), help_text="Part of each quantity that an allowance covers.")
+    tokens = TokenCountsSerializer(allow_null=True, help_text="null: not derived yet, in the first minute after an upgrade.")
 
 
 class CostReportSerializer(serializers.Serializer):
@@ -72,6 +91,7 @@ class CostReportSerializer(serializers.Serializer):
     total_unpriced_calls = serializers.IntegerField(
         help_text="Number of model calls without a price, which `total_usd` does not include."
     )
+    total_tokens = TokenCountsSerializer(allow_null=True)
     left_out = serializers.IntegerField(help_text="Number of results beyond the limit.")
     results = CostTotalSerializer(many=True)
 
@@ -88,7 +108,10 @@ class CostsView(APIView):
         responses=build_responses(CostReportSerializer) | {(200, CSV_MEDIA_TYPE): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> HttpResponse:
-        """Return usage and costs of this key's agents; with an operator's key, of all agents.
+        """Return usage, costs and tokens of this key's agents; with an operator's key, of all agents.
+
+        `by=model` and `model=` have the costs of model calls by the model's name. `by=model_provider` sums them by vendor,
+        which follows from the name: `claude-opus-4-5` is of `anthropic`.
 
         `Accept: text/csv` or `format=csv` returns all results as a table."""
         query = validate_query(CostQuerySerializer, request)
@@ -112,12 +135,17 @@ class CostsView(APIView):
 
 def render_sums(totals: Collection[CostTotal]) -> dict[str, Any]:
     """Serialize the total of all groups."""
-    uncertainty = Uncertainty.sum(totals)
+    uncertainty, tokens = Uncertainty.sum(totals), [total.tokens for total in totals]
     return {
         "total_usd": format_decimal(sum((total.usd for total in totals), ZERO_USD)),
         "total_estimated_usd": format_decimal(uncertainty.estimated_usd),
         "total_unpriced_calls": uncertainty.unpriced,
+        "total_tokens": render_tokens(None if None in tokens else TokenCounts.sum(filter(None, tokens))),
     }
+
+
+def render_tokens(tokens: TokenCounts | None) -> dict[str, int] | None:
+    return None if tokens is None else tokens._asdict()
 
 
 def render_cost_total(total: CostTotal) -> dict[str, Any]:
@@ -129,6 +157,7 @@ def render_cost_total(total: CostTotal) -> dict[str, Any]:
         "hours": format_hours(total),
         "quantities": {item: pricing.format_decimal(amount) for item, amount in sorted(total.quantities.items())},
         "free": {item: pricing.format_decimal(amount) for item, amount in sorted(total.free.items())},
+        "tokens": render_tokens(total.tokens),
     }
 
 
@@ -141,12 +170,15 @@ def format_hours(total: CostTotal) -> str | None:
 def render_costs_csv(by: str, totals: Iterable[CostTotal]) -> str:
     """Return a table with one line per group: cost, sandbox hours, and quantities by item, empty where there are none.
 
-    The last columns are the estimated part of the cost and the number of model calls without a price."""
+    The last columns are the estimated part of the cost, the number of model calls without a price, and tokens by kind. Tokens
+    are empty while they are not derived."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([by, "usd", "hours", *ITEM_NAMES, "estimated_usd", "unpriced_calls"])
+    tokens = [f"{kind}_tokens" for kind in TokenCounts._fields]
+    writer.writerow([by, "usd", "hours", *ITEM_NAMES, "estimated_usd", "unpriced_calls", *tokens])
     for total in totals:
         quantities = [pricing.format_decimal(total.quantities[item]) if item in total.quantities else "" for item in ITEM_NAMES]
         uncertainty = [format_decimal(total.estimated_usd), total.unpriced]
-        writer.writerow([total.key, format_decimal(total.usd), format_hours(total) or "", *quantities, *uncertainty])
+        counts = total.tokens or [""] * len(tokens)
+        writer.writerow([total.key, format_decimal(total.usd), format_hours(total) or "", *quantities, *uncertainty, *counts])
     return text.getvalue()

@@ -145,6 +145,10 @@ class ComparisonSerializer(serializers.Serializer):
 class ForecastSerializer(serializers.Serializer):
     metered_at = serializers.DateTimeField(allow_null=True, help_text="Usage up to this time is included.")
     spent_usd = serializers.CharField(help_text="Costs of this month (UTC) so far.")
+    estimated_usd = serializers.CharField(help_text="Estimated part of `spent_usd`, of model calls whose usage is unknown.")
+    unpriced_calls = serializers.IntegerField(
+        help_text="Number of this month's model calls without a price, which no amount includes."
+    )
     a_day_usd = serializers.CharField(
         allow_null=True, help_text="Average daily cost without plans; null: no day with usage has passed yet."
     )
@@ -269,6 +273,8 @@ def render_estimate(result: Estimate) -> dict[str, Any]:
 def render_forecast(result: Forecast) -> dict[str, Any]:
     return {
         "spent_usd": pricing.format_decimal(result.spent),
+        "estimated_usd": pricing.format_decimal(result.uncertainty.estimated_usd),
+        "unpriced_calls": result.uncertainty.unpriced,
         "a_day_usd": None if result.a_day is None else pricing.format_decimal(result.a_day),
         "days": result.days,
         "month_usd": pricing.format_decimal(result.month),

@@ -79,6 +79,16 @@ class StatementLineSerializer(serializers.Serializer):
         help_text="Number of model calls without a price, which `usd` does not include; negative in a correction of calls "
         "that have a price since."
     )
+    model = serializers.CharField(
+        help_text="Model of the calls; empty for other items, for calls that name no model, and for all models together on "
+        "statements of earlier versions."
+    )
+    input_tokens = serializers.IntegerField(
+        help_text="Tokens of the model calls, with those read from and written to the cache; a difference in a correction."
+    )
+    cached_tokens = serializers.IntegerField(help_text="Part of `input_tokens` that was read from the cache.")
+    cache_written_tokens = serializers.IntegerField(help_text="Part of `input_tokens` that was written to the cache.")
+    output_tokens = serializers.IntegerField(help_text="Includes reasoning.")
 
 
 class StatementSerializer(serializers.Serializer):
@@ -225,6 +235,11 @@ def render_statement_line(line: StatementLine, *, preliminary: bool = False) -> 
         "status": "preliminary" if preliminary else "final",
         "estimated_usd": str(line.estimated_usd),
         "unpriced_calls": line.unpriced,
+        "model": line.model,
+        "input_tokens": line.input_tokens,
+        "cached_tokens": line.cached_tokens,
+        "cache_written_tokens": line.cache_written_tokens,
+        "output_tokens": line.output_tokens,
     }
 
 

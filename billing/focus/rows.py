@@ -24,7 +24,14 @@ FOCUS_COLUMNS = (
     "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "RegionId", "RegionName", "ResourceId", "ResourceName",
     "ResourceType", "ServiceCategory", "ServiceName", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags",
 )  # fmt: skip
-CUSTOM_COLUMNS = ("x_Discount", "x_Estimated", "x_Item", "x_Model", "x_Status", "x_UnpricedCalls")
+CUSTOM_COLUMNS = (
+    "x_CacheWrittenTokens", "x_CachedTokens", "x_Discount", "x_Estimated", "x_InputTokens", "x_Item", "x_Model",
+    "x_OutputTokens", "x_Status", "x_UnpricedCalls",
+)  # fmt: skip
+# Of model calls alone. The input includes the tokens read from and written to the cache.
+CALL_COLUMNS = (
+    "x_CacheWrittenTokens", "x_CachedTokens", "x_Estimated", "x_InputTokens", "x_OutputTokens", "x_UnpricedCalls",
+)  # fmt: skip
 COLUMNS = FOCUS_COLUMNS + CUSTOM_COLUMNS
 PROVIDER_NAME = "Leasehold"  # sells the sandboxes and issues the statements; the publisher runs the sandboxes
 CURRENCY = "USD"
@@ -142,8 +149,7 @@ def _build_rounding_row(rounding: Rounding) -> Row:
         "ChargeCategory": "Adjustment",
         "ChargeDescription": f"Rounding to cents of {BillableItem(line.item).label} in {line.begin:%Y-%m}",
         "ChargeFrequency": "One-Time",
-        "x_Estimated": None,
-        "x_UnpricedCalls": None,
+        **dict.fromkeys(CALL_COLUMNS),
     }
 
 
@@ -165,10 +171,21 @@ def _build_common_columns(charge: Charge) -> Row:
         "SubAccountId": charge.agent_did or None,
         "SubAccountName": charge.agent_did or None,
         "Tags": _build_tags(charge),
-        "x_Estimated": charge.estimated_usd if item == BillableItem.LLM else None,
+        **(_build_call_columns(charge) if item == BillableItem.LLM else {}),
         "x_Item": charge.item,
         "x_Model": charge.model or None,
-        "x_UnpricedCalls": charge.unpriced if item == BillableItem.LLM else None,
+    }
+
+
+def _build_call_columns(charge: Charge) -> Row:
+    """Build the values of CALL_COLUMNS."""
+    return {
+        "x_CacheWrittenTokens": charge.tokens.cache_written,
+        "x_CachedTokens": charge.tokens.cached,
+        "x_Estimated": charge.estimated_usd,
+        "x_InputTokens": charge.tokens.input,
+        "x_OutputTokens": charge.tokens.output,
+        "x_UnpricedCalls": charge.unpriced,
     }
 
 

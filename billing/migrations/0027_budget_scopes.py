@@ -9,7 +9,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('billing', '0023_budget_estimates'),
+        ('billing', '0026_modeltotal'),
     ]
     reasons = {
         "check": "A few rows, and wider than the conditions before, or of columns that no row has yet.",

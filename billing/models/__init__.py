@@ -4,6 +4,7 @@ from billing.membership import HOUSE_ACCOUNT_NAME
 from billing.models.accounts import Account, Membership
 from billing.models.budgets import Budget, BudgetTopUp, Tab
 from billing.models.costs import CostRecord
+from billing.models.model_totals import ModelTotal
 from billing.models.period_totals import PeriodTotal
 from billing.models.rates import BillableItem, Rate
 from billing.models.statements import Credit, Statement, StatementLine
@@ -19,6 +20,7 @@ __all__ = [
     "Credit",
     "Membership",
     "Meter",
+    "ModelTotal",
     "PeriodTotal",
     "Rate",
     "Statement",

@@ -8,7 +8,7 @@ from billing.models.rates import BillableItem
 from billing.models.usage import Watermark
 
 COSTS_WATERMARK = "costs"
-TOTALS_WATERMARK = "totals-2"  # a version with further amounts takes another name: its first pass derives all totals anew
+TOTALS_WATERMARK = "totals-3"  # a version with further amounts takes another name: its first pass derives all totals anew
 
 
 class PeriodTotal(models.Model):

@@ -129,7 +129,8 @@ class StatementLine(AppendOnlyModel):
     """Cost of one agent's use of one item at one provider in one month by one rate, rounded to cents.
 
     usd = (quantity - free) x rate, rounded half up. A correction is the difference between that cost and the sum on earlier
-    statements. Lines of statements closed before lines had a rate, and lines of model calls, have none."""
+    statements. Lines of statements closed before lines had a rate, and lines of model calls, have none. Each model has its
+    own line."""
 
     class Kind(models.TextChoices):
         USAGE = "usage", "usage"
@@ -141,6 +142,10 @@ class StatementLine(AppendOnlyModel):
     agent_did = models.CharField(max_length=255, blank=True, verbose_name="agent")
     provider = models.CharField(max_length=32, blank=True)
     item = models.CharField(max_length=8)
+    model = models.CharField(
+        max_length=200, blank=True, default="", db_default="",
+        help_text="Of model calls. Empty: a line of all models, as on statements closed before lines had a model.",
+    )  # fmt: skip
     quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In units of the item.")
     free = models.DecimalField(
         max_digits=18,
@@ -158,13 +163,19 @@ class StatementLine(AppendOnlyModel):
         "estimated, USD", max_digits=15, decimal_places=2, default=Decimal(0), db_default=Decimal(0),
         help_text="Estimated part of the amount.",
     )  # fmt: skip
+    input_tokens = models.BigIntegerField(
+        default=0, db_default=0, help_text="Includes tokens read from and written to the cache."
+    )
+    cached_tokens = models.BigIntegerField(default=0, db_default=0)
+    cache_written_tokens = models.BigIntegerField(default=0, db_default=0)
+    output_tokens = models.BigIntegerField(default=0, db_default=0)
 
     class Meta:
         default_permissions = ("view",)
-        ordering = ["-for_month", "agent_did", "provider", "item", "rate_id"]
+        ordering = ["-for_month", "agent_did", "provider", "item", "model", "rate_id"]
         constraints = [
             models.UniqueConstraint(
-                "statement", "for_month", "agent_did", "provider", "item",
+                "statement", "for_month", "agent_did", "provider", "item", "model",
                 Coalesce("rate", Value(0), output_field=models.BigIntegerField()),
                 name="statement_line_once",
             ),

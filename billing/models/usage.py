@@ -110,6 +110,9 @@ class UsageRecord(models.Model):
     unpriced = models.PositiveBigIntegerField(default=0, help_text="Number of model calls with unknown cost.")
     input_tokens = models.PositiveBigIntegerField(default=0)
     cached_tokens = models.PositiveBigIntegerField(default=0)
+    cache_written_tokens = models.PositiveBigIntegerField(
+        default=0, db_default=0, help_text="Part of the input that was written to the cache."
+    )
     output_tokens = models.PositiveBigIntegerField(default=0)
     usd = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), help_text="Cost of model calls.")
     estimated = models.PositiveBigIntegerField(

@@ -229,7 +229,9 @@ def _build_facts(
             "Playing time", format_duration(play.measure_playing_time(members)) if turns else "–", note="first to last turn"
         ),
         SummaryField("Model calls", f"{format_money(total.model_calls)} USD", note="up to now"),
-        SummaryField("Total cost", f"{format_money(total.total)} USD", note="cost records, derived hourly"),
+        SummaryField(
+            "Total cost", f"{format_money(total.total)} USD", note=str(total.uncertainty) or "cost records, derived hourly"
+        ),
         *_build_record_fact(row),
         *([SummaryField("Outcome", _format_outcome(row))] if row.outcome is not None else []),
     ]  # fmt: skip

@@ -92,6 +92,8 @@ class EnvironmentMemberSerializer(serializers.Serializer):
 
 class EnvironmentCostsSerializer(serializers.Serializer):
     usd = serializers.CharField(help_text="Decimal number in USD: cost records of the leases, which are derived hourly.")
+    estimated_usd = serializers.CharField(help_text="Estimated part of `usd`, of model calls whose usage is unknown.")
+    unpriced_calls = serializers.IntegerField(help_text="Number of model calls without a price, which `usd` does not include.")
     model_calls_usd = serializers.CharField(help_text="Decimal number in USD: model calls of the leases up to now.")
 
 
@@ -210,7 +212,7 @@ class EnvironmentView(EnvironmentApiView):
             "participants": self._list_participants(environment),
             "outcomes": [_serialize_outcome(row) for row in environment.outcomes.all()[:MAX_ROWS]],
             "members": [_serialize_member(lease, counts.get(lease.pk, play.TurnTotals())) for lease in members],
-            "costs": {"usd": format_decimal(costs.total), "model_calls_usd": format_decimal(costs.model_calls)},
+            "costs": _serialize_costs(costs),
         })  # fmt: skip
 
     @extend_schema(
@@ -234,6 +236,15 @@ class EnvironmentView(EnvironmentApiView):
         if not self.caller.key.operator:
             rows = rows.filter(agent_did__in=self.caller.key.dids)
         return list(rows.values_list("agent_did", flat=True)[:MAX_ROWS])
+
+
+def _serialize_costs(costs: play.Costs) -> dict[str, Any]:
+    return {
+        "usd": format_decimal(costs.total),
+        "estimated_usd": format_decimal(costs.uncertainty.estimated_usd),
+        "unpriced_calls": costs.uncertainty.unpriced,
+        "model_calls_usd": format_decimal(costs.model_calls),
+    }
 
 
 class ParticipantListView(EnvironmentApiView):

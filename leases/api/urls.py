@@ -102,6 +102,7 @@ urlpatterns = [
     path("leases/<uuid:pk>/sessions", sessions.SessionListView.as_view()),
     path("leases/<uuid:pk>/sessions/<str:session_id>", sessions.SessionView.as_view()),
     path("leases/<uuid:pk>/calls", llm_calls.CallListView.as_view()),
+    path("leases/<uuid:pk>/calls/totals", llm_calls.CallTotalsView.as_view()),
     path("leases/<uuid:pk>/connections", egress_connections.ConnectionListView.as_view()),
     path("leases/<uuid:pk>/records", records.RecordListView.as_view()),
     path("leases/<uuid:pk>/service-token", identity.ServiceTokenView.as_view()),

@@ -11,6 +11,7 @@ from django.db.models import Count, Max, Min, Q, QuerySet, Sum
 
 from billing.models import CostRecord
 from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.uncertainty import Uncertainty
 from leases.models import Lease, Turn
 from sandboxes.models import LlmCall
 
@@ -45,10 +46,13 @@ class TurnTotals:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of some leases in USD. `total` includes the model calls that are priced and metered."""
+    """Costs of some leases in USD. `total` includes the model calls that are priced and metered.
+
+    `uncertainty` is the one of `total`."""
 
     total: Decimal
     model_calls: Decimal
+    uncertainty: Uncertainty
 
 
 def list_members(leases: QuerySet[Lease], environment_id: str) -> list[Lease]:
@@ -116,13 +120,22 @@ def measure_playing_time(members: Sequence[Lease]) -> timedelta:
 def calculate_costs(members: Sequence[Lease]) -> dict[UUID, Costs]:
     """Return the costs by lease: cost records, and model calls also before they are metered. Two queries."""
     pks = [lease.pk for lease in members]
-    records = CostRecord.objects.filter(holder__in=pks).order_by().values_list("holder").annotate(nano=sum_exact("usd"))
+    rows = CostRecord.objects.filter(holder__in=pks).order_by().values_list("holder")
+    records = rows.annotate(a=sum_exact("usd"), b=Sum("unpriced"), c=sum_exact("estimated_usd"))
     calls = LlmCall.objects.filter(holder__in=pks).order_by().values_list("holder").annotate(nano=sum_exact("cost"))
-    totals, spent = dict(records), dict(calls)
-    return {pk: Costs(nanos_to_decimal(totals.get(pk, 0)), nanos_to_decimal(spent.get(pk, 0))) for pk in pks}
+    totals, spent = {pk: amounts for pk, *amounts in records}, dict(calls)
+    return {pk: _build_costs(totals.get(pk, [0, 0, 0]), spent.get(pk, 0)) for pk in pks}
+
+
+def _build_costs(amounts: Sequence[int], model_calls: int) -> Costs:
+    nano, unpriced, estimated = map(int, amounts)
+    uncertainty = Uncertainty(unpriced, nanos_to_decimal(estimated))
+    return Costs(nanos_to_decimal(nano), nanos_to_decimal(model_calls), uncertainty)
 
 
 def sum_costs(costs: dict[UUID, Costs]) -> Costs:
     return Costs(
-        sum((each.total for each in costs.values()), Decimal(0)), sum((each.model_calls for each in costs.values()), Decimal(0))
+        sum((each.total for each in costs.values()), Decimal(0)),
+        sum((each.model_calls for each in costs.values()), Decimal(0)),
+        Uncertainty.sum(each.uncertainty for each in costs.values()),
     )

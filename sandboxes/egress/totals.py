@@ -3,16 +3,27 @@
 from dataclasses import dataclass
 from decimal import Decimal
 
-from django.db.models import Count, Q, QuerySet, Sum
+from django.db.models import Aggregate, BigIntegerField, Count, Q, QuerySet, Sum, Value
+from django.db.models.fields.json import KT
+from django.db.models.functions import Cast, Coalesce
 
 from sandboxes.models import LlmCall
+from sandboxes.models.llm_calls import TokenKind
 
 Outcome = LlmCall.Outcome
 IS_MODEL_CALL = Q(kind=LlmCall.Kind.LLM)
 IS_REFUSED = Q(outcome=Outcome.REFUSED)
+IS_ESTIMATED = Q(priced=LlmCall.Priced.ESTIMATE)
 IS_FAILED = Q(outcome__in=[Outcome.FAILED, Outcome.CUT, Outcome.LOST])
 # Refused calls were never sent, and relay connections are free.
 IS_UNPRICED = IS_MODEL_CALL & Q(cost__isnull=True, outcome__in=[Outcome.OK, Outcome.FAILED, Outcome.CUT, Outcome.LOST])
+CACHE_WRITES = (TokenKind.CACHE_WRITE_5M, TokenKind.CACHE_WRITE_1H)
+
+
+def sum_cache_writes() -> Sum:
+    """Build the sum of the tokens written to a cache. Calls whose usage does not name them count as zero."""
+    first, *others = (Coalesce(Cast(KT(f"token_counts__{kind.value}"), BigIntegerField()), Value(0)) for kind in CACHE_WRITES)
+    return Sum(sum(others, first), default=0)
 
 
 @dataclass(frozen=True)
@@ -25,20 +36,28 @@ class CallTotals:
     unpriced: int
     input_tokens: int
     cached_tokens: int
+    cache_written_tokens: int
     output_tokens: int
     spent: Decimal  # USD; excludes unpriced calls
+    estimated: Decimal  # part of `spent` that is estimated, in USD
 
 
 def calculate_totals(calls: QuerySet[LlmCall]) -> CallTotals:
     """Aggregate the model calls of a queryset, in one query."""
-    totals = calls.filter(IS_MODEL_CALL).aggregate(
-        calls=Count("pk"),
-        failed=Count("pk", filter=IS_FAILED),
-        refused=Count("pk", filter=IS_REFUSED),
-        unpriced=Count("pk", filter=IS_UNPRICED),
-        input_tokens=Sum("input_tokens", default=0),
-        cached_tokens=Sum("cached_tokens", default=0),
-        output_tokens=Sum("output_tokens", default=0),
-        spent=Sum("cost", default=Decimal(0)),
-    )
-    return CallTotals(**totals)
+    return CallTotals(**calls.filter(IS_MODEL_CALL).aggregate(**build_aggregates()))
+
+
+def build_aggregates() -> dict[str, Aggregate]:
+    """Build the aggregates of model calls, by field of CallTotals."""
+    return {
+        "calls": Count("pk"),
+        "failed": Count("pk", filter=IS_FAILED),
+        "refused": Count("pk", filter=IS_REFUSED),
+        "unpriced": Count("pk", filter=IS_UNPRICED),
+        "input_tokens": Sum("input_tokens", default=0),
+        "cached_tokens": Sum("cached_tokens", default=0),
+        "cache_written_tokens": sum_cache_writes(),
+        "output_tokens": Sum("output_tokens", default=0),
+        "spent": Sum("cost", default=Decimal(0)),
+        "estimated": Sum("cost", filter=IS_ESTIMATED, default=Decimal(0)),
+    }

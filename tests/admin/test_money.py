@@ -260,7 +260,8 @@ def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Accou
     create_rate("plan", "5")
     for days, hours in ((0, 1), (1, 10), (29, 6), (30, 50)):
         create_time_usage(on(TODAY - timedelta(days=days)), hours * HOUR, "did:plc:x", provider="acme", state="waiting")
-    create_token_usage(on(TODAY) - 20 * HOUR, "3", agent="did:plc:y", provider="acme")
+    calls = {"model": "claude-opus-4-5", "input_tokens": 1200}
+    create_token_usage(on(TODAY) - 20 * HOUR, "3", agent="did:plc:y", provider="acme", **calls)
     price()
     found = overview.build_overview(now=NOW)
     assert [day.day for day in found.days] == [TODAY - timedelta(days=number) for number in range(29, -1, -1)]
@@ -275,6 +276,17 @@ def test_spending_adds_up_by_day_and_provider_with_model_calls_apart(team: Accou
     only = overview.build_overview(now=NOW, agent="did:plc:y")
     assert (only.usd, [each.agent_did for each in only.spenders]) == (3, ["did:plc:y"])
     assert overview.build_overview(now=NOW, account="team").usd == 0
+    (model,) = only.models or []
+    assert (model.model, model.usd, model.calls, model.tokens.input) == ("claude-opus-4-5", 3, 1, 1200)
+
+
+def test_spending_shows_the_tokens_of_each_model(viewer: Client) -> None:
+    tokens = {"input_tokens": 1234, "cached_tokens": 777, "output_tokens": 55}
+    create_token_usage(on(TODAY), "3", model="claude-opus-4-5", **tokens)
+    price()
+    shown = page(viewer, "spending/")
+    for text in ("Model calls by model", "claude-opus-4-5", "anthropic", "1,234", "777", "55"):
+        assert text in shown
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_agent_key_sees_the_environments_of_its_agents_and_only_its_own_leases(
     bob.post("leases", acquire_body(agent_did=BOB, environment_id="game-2", environment_type="coding"))
     document = ada.get("environments/game-1").json()
     assert [(row["lease_id"], row["agent_did"]) for row in document["members"]] == [(lease["id"], ADA)]
-    assert document["costs"] == {"usd": "0", "model_calls_usd": "0"}
+    assert document["costs"] == {"usd": "0", "estimated_usd": "0", "unpriced_calls": 0, "model_calls_usd": "0"}
     assert len(operator.get("environments/game-1").json()["members"]) == 2
     assert [row["environment_id"] for row in ada.get("environments").json()["results"]] == ["game-1"]
     missing = ada.get("environments/game-2")

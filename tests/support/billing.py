@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from billing import budgets, costs, dates, intervals, metering, statements
+from billing import budgets, costs, dates, intervals, metering, statement_lines, statements
 from billing.errors import BudgetExhausted
 from billing.models import (
     HOUSE_ACCOUNT_NAME,
@@ -178,9 +178,9 @@ def is_balanced(account: Account) -> bool:
     """Return whether an account's statements add up to its costs, line by line, up to its last closed month."""
     last = Statement.objects.filter(account=account).order_by("month").last()
     if last is None:
-        return not statements.sum_billed_costs(account)
-    derived = statements.sum_derived_costs(account, until=dates.start_of_next_month(last.month))
-    billed = {key: amount.usd for key, amount in statements.sum_billed_costs(account).items() if amount.usd}
+        return not statement_lines.sum_billed_costs(account)
+    derived = statement_lines.sum_derived_costs(account, until=dates.start_of_next_month(last.month))
+    billed = {key: amount.usd for key, amount in statement_lines.sum_billed_costs(account).items() if amount.usd}
     return billed == {key: amount.usd for key, amount in derived.items() if amount.usd}
 
 

@@ -1,15 +1,23 @@
 """Comparison of the totals by day and month with the records that they sum."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import date, timedelta
+from decimal import Decimal
 from typing import Any
 from unittest.mock import patch
 
+from django.db.models import Sum
+
 from billing import totals
-from billing.models import CostRecord, PeriodTotal, Unpriced, UsageRecord
+from billing.grouping import GROUP_BY_COLUMNS, Selection
+from billing.model_providers import find_model_provider
+from billing.model_sums import TokenCounts
+from billing.models import CostRecord, ModelTotal, PeriodTotal, Unpriced, UsageKind, UsageRecord
 
 Report = list[Any]
 DAY = timedelta(days=1)
-BY = ("agent", "provider", "day", "account", "item")
+BY = ("agent", "provider", "day", "account", "item", "model", "model_provider")
 
 
 def check_period_totals() -> None:
@@ -22,7 +30,35 @@ def check_period_totals() -> None:
             assert found == expected, (by, filters)
         if "since" in filters and "until" in filters:
             assert sum_days(filters, from_records=False) == sum_days(filters, from_records=True), filters
+    for filters in ({}, list_filters()[-1]):
+        assert len({sum_report(by, filters) for by in GROUP_BY_COLUMNS}) == 1, filters
+    if not Unpriced.objects.exists():
+        check_models()
     assert not PeriodTotal.objects.filter(records=0).exists()
+
+
+def sum_report(by: str, filters: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the sum of all groups: cost, its uncertainty, calls and tokens."""
+    report = totals.sum_costs(by, **filters)
+    calls = sum((each.quantities.get("llm", Decimal(0)) for each in report), Decimal(0))
+    amounts = [(each.usd, each.estimated_usd, each.unpriced) for each in report]
+    return (*map(sum, zip((Decimal(0), Decimal(0), 0), *amounts, strict=True)), calls, sum_tokens(report))
+
+
+def sum_tokens(report: Report) -> TokenCounts:
+    return TokenCounts.sum(each.tokens for each in report)
+
+
+def check_models() -> None:
+    """Compare the calls and tokens of each model and vendor with the usage."""
+    usage = UsageRecord.objects.filter(item=UsageKind.TOKENS).order_by().values_list("model")
+    names = ("calls", "input_tokens", "cached_tokens", "cache_written_tokens", "output_tokens")
+    expected = {model: (Decimal(calls), TokenCounts(*tokens)) for model, calls, *tokens in usage.annotate(*map(Sum, names))}
+    report = [each for each in totals.sum_costs("model") if "llm" in each.quantities]
+    assert {each.key: (each.quantities["llm"], each.tokens) for each in report} == expected
+    for each in totals.sum_costs("model_provider"):
+        of_provider = [tokens for model, (_, tokens) in expected.items() if find_model_provider(model) == each.key]
+        assert each.tokens == TokenCounts.sum(of_provider)
 
 
 def list_filters() -> list[dict[str, Any]]:
@@ -43,19 +79,31 @@ def list_filters() -> list[dict[str, Any]]:
         {"account": record.account.name},
         {"agents": [record.agent_did]},
         {"agent": record.agent_did, "item": record.item},
+        {"agent": record.agent_did, "item": "llm"},
     ]
     return ranges + [{**ranges[-1], **each} for each in narrow]
 
 
+@contextmanager
+def read(*, from_records: bool) -> Iterator[None]:
+    """Have reports read records alone, or totals."""
+    with ExitStack() as stack:
+        if from_records:
+            stack.enter_context(patch.object(PeriodTotal, "are_valid", lambda: False))
+            stack.enter_context(patch.object(ModelTotal, "are_derived", lambda: True))
+            stack.enter_context(patch.object(Selection, "build_period_filter", lambda self, groups: None))
+        yield
+
+
 def build_report(by: str, filters: dict[str, Any], *, from_records: bool) -> Report:
     """Return the report. Sandbox time is that of the last pricing pass: without it while there is unpriced usage."""
-    with patch.object(PeriodTotal, "are_valid", lambda: not from_records):
+    with read(from_records=from_records):
         report = totals.sum_costs(by, **filters)
     if not Unpriced.objects.exists():
         return report
-    return sorted((each.key, each.quantities, each.free, each.usd) for each in report if each.quantities)
+    return sorted((each.key, each.quantities, each.free, each.usd, each.tokens) for each in report if each.quantities)
 
 
-def sum_days(filters: dict[str, Any], *, from_records: bool) -> dict[date, Any]:
-    with patch.object(PeriodTotal, "are_valid", lambda: not from_records):
-        return totals.sum_usd_by_day(**filters)
+def sum_days(filters: dict[str, Any], *, from_records: bool) -> Report:
+    with read(from_records=from_records):
+        return sorted(totals.sum_amounts("day", "item", **filters))

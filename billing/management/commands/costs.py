@@ -7,13 +7,17 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandError
 
 from billing.api.costs import ZERO_USD, CostQuerySerializer, format_hours, render_cost_total, render_costs_csv, render_sums
 from billing.api.views import format_day
+from billing.errors import TotalsPending
+from billing.grouping import GROUP_BY_COLUMNS
 from billing.management.options import format_table, validate_options
+from billing.model_sums import TokenCounts
+from billing.models import BillableItem
 from billing.pricing import CENT_PLACES, format_decimal, round_half_up
-from billing.totals import GROUP_BY_COLUMNS, CostTotal, sum_costs
+from billing.totals import CostTotal, sum_costs
 from billing.uncertainty import Uncertainty
 
 
@@ -24,7 +28,7 @@ class Command(BaseCommand):
         parser.add_argument("--by", choices=[*GROUP_BY_COLUMNS], default="agent", help="group costs by this (default: agent)")
         parser.add_argument("--since", metavar="DAY", help="first day (UTC), such as 2026-11-01")
         parser.add_argument("--until", metavar="DAY", help="day after the last one (UTC)")
-        for name in ("agent", "lease", "environment", "provider", "account"):
+        for name in ("agent", "lease", "environment", "provider", "account", "project", "model"):
             parser.add_argument(f"--{name}", metavar=name.upper(), help=f"only of this {name}")
         output = parser.add_mutually_exclusive_group()
         output.add_argument("--csv", action="store_true", help="CSV, with quantities by item")
@@ -34,7 +38,10 @@ class Command(BaseCommand):
         filters = validate_options(CostQuerySerializer, options)
         by, since, until = filters.pop("by"), filters.pop("since", None), filters.pop("until", None)
         del filters["limit"]  # the command prints all groups
-        totals = sum_costs(by, since=since, until=until, **filters)
+        try:
+            totals = sum_costs(by, since=since, until=until, **filters)
+        except TotalsPending as error:
+            raise CommandError(str(error)) from None
         if csv:
             self.stdout.write(render_costs_csv(by, totals), ending="")
         elif json:
@@ -45,7 +52,7 @@ class Command(BaseCommand):
 
 
 def _format_totals(by: str, totals: Sequence[CostTotal]) -> str:
-    """Format the groups and their total as a table. The columns of estimates and of unpriced calls are left out if empty."""
+    """Format the groups and their total as a table. Columns of estimates, unpriced calls and tokens are left out if empty."""
     usd, uncertainty = sum((each.usd for each in totals), ZERO_USD), Uncertainty.sum(totals)
     rows = [[each.key or "(none)", format_hours(each) or "", _format_usd(each.usd)] for each in totals]
     header, rows = [by, "hours", "USD"], [*rows, ["total", "", _format_usd(usd)]]
@@ -54,6 +61,12 @@ def _format_totals(by: str, totals: Sequence[CostTotal]) -> str:
         parts: list[CostTotal | Uncertainty] = [*totals, uncertainty]
         for row, each in zip(rows, parts, strict=True):
             row += [_format_usd(each.estimated_usd) if each.estimated_usd else "", f"{each.unpriced or ''}"]
+    tokens = [each.tokens or TokenCounts() for each in totals]
+    if any(map(any, tokens)):
+        header += ["calls", *(f"{kind.replace('_', ' ')} tokens" for kind in TokenCounts._fields)]
+        calls = [int(each.quantities.get(BillableItem.LLM, 0)) for each in totals]
+        for row, number, counts in zip(rows, [*calls, sum(calls)], [*tokens, TokenCounts.sum(tokens)], strict=True):
+            row += [f"{count or ''}" for count in (number, *counts)]
     return format_table(header, rows)
 
 

@@ -88,7 +88,8 @@ class Command(BaseCommand):
         self.stdout.write(encoding.dumps(render_comparison(results)) if json else _format_comparison(results))
 
     def _forecast(self, json: bool, options: dict[str, Any]) -> None:
-        rendered = render_forecast(forecast(now=database_time.now(), **validate_options(ForecastQuerySerializer, options)))
+        result = forecast(now=database_time.now(), **validate_options(ForecastQuerySerializer, options))
+        rendered = render_forecast(result)
         if json:
             self.stdout.write(encoding.dumps(rendered))
             return
@@ -100,6 +101,8 @@ class Command(BaseCommand):
         self.stdout.write(
             f"this month: {rendered['spent_usd']} USD so far, {rendered['month_usd']} USD expected in total ({pace})"
         )
+        if uncertainty := str(result.uncertainty):
+            self.stdout.write(f"of this month: {uncertainty}")
         if rendered["budget_usd"]:
             when = f"on {rendered['runs_out']}" if rendered["runs_out"] else "never at this pace"
             self.stdout.write(f"{rendered['budget_usd']} USD reached {when}")

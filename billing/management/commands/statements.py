@@ -157,20 +157,26 @@ def _format_detail(detail: dict[str, Any], *, preliminary: bool) -> str:
     """Format the lines and sums of a statement, or of an open month, as a table."""
     header = ["agent", "provider", "item", "month", "quantity", "free", "rate", "USD"]
     lines = [
-        [line["agent"] or "(none)", line["provider"], line["unit"], line["for_month"], line["quantity"], line["free"],
+        [line["agent"] or "(none)", line["provider"], _format_item(line), line["for_month"], line["quantity"], line["free"],
          line["rate_usd"] or "-", line["usd"]]
         for line in detail["lines"]
     ]  # fmt: skip
     sums = [[name, "", "", "", "", "", "", usd] for name, usd in _list_sums(detail)]
     uncertain = [(Decimal(line["estimated_usd"]), line["unpriced_calls"]) for line in detail["lines"]]
-    if any(map(any, uncertain)):
-        header += ["USD estimated", "unpriced calls"]
-        for row, (estimated, unpriced) in zip(lines, uncertain, strict=True):
-            row += [f"{estimated or ''}", f"{unpriced or ''}"]
-        for row in sums:
-            row += ["", ""]
+    tokens = [(line["input_tokens"], line["output_tokens"]) for line in detail["lines"]]
+    for names, values in ((["USD estimated", "unpriced calls"], uncertain), (["input tokens", "output tokens"], tokens)):
+        if any(map(any, values)):
+            header += names
+            for row, pair in zip(lines, values, strict=True):
+                row += [f"{value or ''}" for value in pair]
+            for row in sums:
+                row += ["", ""]
     note = "preliminary: this month is not closed\n" if preliminary else ""
     return note + format_table(header, [*lines, *sums])
+
+
+def _format_item(line: dict[str, Any]) -> str:
+    return f"{line['unit']}: {line['model']}" if line["model"] else line["unit"]
 
 
 def _list_sums(detail: dict[str, Any]) -> list[tuple[str, str]]:

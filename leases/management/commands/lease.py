@@ -7,9 +7,12 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.db.models import QuerySet
 
+from billing.management.options import format_table
 from leases import leasing
 from leases.api.lease_documents import build_lease_document, build_status_filter
 from leases.api.leases import render_lease_detail
+from leases.api.llm_calls import render_grouped_calls
+from leases.call_totals import GROUP_COLUMNS
 from leases.management.base import parse_did, parse_environment_id, parse_lease_id, report_errors
 from leases.models import Lease, LeaseStatus
 from leases.placement import find_type
@@ -28,10 +31,13 @@ class Command(BaseCommand):
         listing.add_argument("--status", choices=LeaseStatus.values, help="leases with this status")
         listing.add_argument("--limit", type=int, default=50, help="maximum number of rows; default: %(default)s")
         show = actions.add_parser("show", help="print a lease with its sandbox, awake time and model calls")
+        calls = actions.add_parser("calls", help="print calls, tokens and cost of a lease's model calls by run, turn or model")
+        calls.add_argument("--by", choices=[*GROUP_COLUMNS], default="run", help="group calls by this (default: %(default)s)")
+        calls.add_argument("--limit", type=int, default=100, help="maximum number of groups; default: %(default)s")
         renew = actions.add_parser("renew", help="extend a lease to its ttl from now, at most to its hard limit")
-        for parser_ in (listing, show, renew):
+        for parser_ in (listing, show, calls, renew):
             parser_.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
-        for parser_ in (show, renew):
+        for parser_ in (show, calls, renew):
             parser_.add_argument("lease", metavar="LEASE_ID")
 
     def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
@@ -55,6 +61,17 @@ class Command(BaseCommand):
         document = render_lease_detail(lease, now=database_time.now())
         lines = [json.dumps(document)] if options["json"] else [f"{name}: {_format(each)}" for name, each in document.items()]
         self.stdout.write("\n".join(lines))
+
+    def _calls(self, options: dict[str, Any]) -> None:
+        lease = Lease.objects.get(pk=parse_lease_id(options["lease"]))
+        document = render_grouped_calls(lease.pk, options["by"], limit=max(options["limit"], 1))
+        if options["json"]:
+            self.stdout.write(json.dumps(document))
+            return
+        columns = [name for name in document["total"] if name not in ("failed", "refused")]
+        groups = [*document["results"], {"key": "total", **document["total"]}]
+        rows = [[each["key"] or "(none)", *(str(each[name]) for name in columns)] for each in groups]
+        self.stdout.write(format_table([options["by"], *(name.replace("_", " ") for name in columns)], rows))
 
     def _renew(self, options: dict[str, Any]) -> None:
         lease = Lease.objects.get(pk=parse_lease_id(options["lease"]))

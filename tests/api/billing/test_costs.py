@@ -15,7 +15,7 @@ from django.utils import timezone
 from billing import costs, metering
 from billing.dates import start_of_day
 from billing.forecast import forecast
-from billing.models import Account, Membership
+from billing.models import Account, Membership, Tab
 from tests.api.conftest import ApiClient
 from tests.conftest import NOW
 from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, derive_lease_id
@@ -27,10 +27,14 @@ Issue = Callable[..., ApiClient]
 
 @pytest.fixture
 def usage(db: None) -> None:
-    """Ada: 3 h on two days and one call. Bob: 1 h. No agent: 2 h. Rate: 0.50 USD per hour."""
+    """Ada: 3 h on two days and one call, in the project blue. Bob: 1 h. No agent: 2 h. Rate: 0.50 USD per hour."""
     create_rate("time", "0.5")
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
-    create_token_usage("2026-11-03T10:00", "0.000000003", provider="acme")
+    create_token_usage(
+        "2026-11-03T10:00", "0.000000003", provider="acme", model="claude-opus-4-5", input_tokens=7, cached_tokens=4,
+        cache_written_tokens=2, output_tokens=1,
+    )  # fmt: skip
+    Tab.objects.create(holder=ADAS_LEASE, agent_did=ADA, environment_type="chat", project="blue", opened_at=NOW, closed_at=NOW)
     create_time_usage("2026-11-03T10:00", HOUR, BOB, provider="acme", environment_id="game-2")
     create_time_usage("2026-11-04T10:00", 2 * HOUR, "", provider="acme")
     costs.price_usage(now=NOW)
@@ -70,6 +74,14 @@ def test_costs_are_grouped_and_filtered(operator: ApiClient) -> None:
         ("provider=other", {}),
         ("account=house", {ADA: ("1.500000003", "3"), "": ("1", "2"), BOB: ("0.5", "1")}),
         ("account=team", {}),
+        ("by=model", {"": ("3", None), "claude-opus-4-5": ("0.000000003", None)}),
+        ("by=model_provider", {"": ("3", None), "anthropic": ("0.000000003", None)}),
+        ("model=claude-opus-4-5", {ADA: ("0.000000003", None)}),
+        ("model=claude-opus-4-5&by=project", {"blue": ("0.000000003", None)}),
+        (f"by=model&agent={BOB}", {"": ("0.5", None)}),
+        ("by=project", {"blue": ("1.500000003", "3"), "": ("1.5", "3")}),
+        ("project=blue", {ADA: ("1.500000003", "3")}),
+        ("project=red", {}),
     ):  # fmt: skip
         assert get_totals(operator, query) == found, query
 
@@ -81,8 +93,9 @@ def test_a_response_names_its_period_and_grouping(operator: ApiClient) -> None:
     (first,) = result.pop("results")
     assert first == {
         "key": "2026-11-02", "usd": "1", "estimated_usd": "0", "unpriced_calls": 0, "hours": "2", "quantities": {"time": "2"},
-        "free": {},
+        "free": {}, "tokens": {"input": 0, "cached": 0, "cache_written": 0, "output": 0},
     }  # fmt: skip
+    assert result.pop("total_tokens") == {"input": 7, "cached": 4, "cache_written": 2, "output": 1}
     assert result == {
         "by": "day", "since": "2026-11-01", "until": "2026-11-04", "metered_at": "2026-11-21T12:00:00Z",
         "total_usd": "2.000000003", "total_estimated_usd": "0", "total_unpriced_calls": 0, "left_out": 1,
@@ -97,10 +110,11 @@ def test_costs_are_csv_on_request(ada: ApiClient) -> None:
     assert by_header["Content-Type"] == by_parameter["Content-Type"] == "text/csv; charset=utf-8"
     assert by_header.content == by_parameter.content
     items = ["time", "memory", "cpu", "disk", "gpu", "suspend", "storage", "request", "plan", "llm"]
+    tokens = ["input_tokens", "cached_tokens", "cache_written_tokens", "output_tokens"]
     assert [*csv.reader(StringIO(by_header.content.decode()))] == [
-        ["day", "usd", "hours", *items, "estimated_usd", "unpriced_calls"],
-        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", "", "0", "0"],
-        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1", "0", "0"],
+        ["day", "usd", "hours", *items, "estimated_usd", "unpriced_calls", *tokens],
+        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", "", "0", "0", "0", "0", "0", "0"],
+        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1", "0", "0", "7", "4", "2", "1"],
     ]  # fmt: skip
     assert Client().get("/api/v1/costs?format=xml", headers=key).status_code == 404
 
@@ -116,7 +130,7 @@ def test_costs_name_their_estimated_part_and_the_unpriced_calls(operator: ApiCli
         assert [(each["estimated_usd"], each["unpriced_calls"]) for each in rows] == found
     headers = {"Authorization": f"Bearer {operator.key}", "Accept": "text/csv"}
     table = Client().get("/api/v1/costs?by=day", headers=headers).content.decode()
-    assert [row[-3:] for row in csv.reader(StringIO(table))] == [
+    assert [row[-7:-4] for row in csv.reader(StringIO(table))] == [
         ["llm", "estimated_usd", "unpriced_calls"],
         ["10", "0.125", "6"],
     ]
@@ -165,7 +179,8 @@ def get_forecast(api: ApiClient, query: str = "") -> dict[str, Any]:
 def test_a_forecast_has_the_cost_of_the_month_and_the_day_of_exhaustion(operator: ApiClient, recent_usage: date) -> None:
     found = forecast(now=timezone.now(), budget=Decimal("100000.5"))
     assert get_forecast(operator, "budget=100000.50") == {
-        "metered_at": None, "spent_usd": "28" if recent_usage.day > 1 else "2", "a_day_usd": "26", "days": 1,
+        "metered_at": None, "spent_usd": "28" if recent_usage.day > 1 else "2", "estimated_usd": "0", "unpriced_calls": 0,
+        "a_day_usd": "26", "days": 1,
         "month_usd": f"{found.month.normalize():f}", "budget_usd": "100000.5", "runs_out": f"{found.runs_out}",
     }  # fmt: skip
     metering.meter_usage(now=NOW)
@@ -189,8 +204,8 @@ def test_an_agents_key_gets_a_forecast_of_its_own_agents(issue: Issue) -> None:
     assert get_forecast(issue(ADA, BOB))["a_day_usd"] == "26"
     assert get_forecast(issue(ADA, BOB), f"agent={BOB}")["a_day_usd"] == "2"
     assert get_forecast(issue("did:plc:new"), "budget=1") == {
-        "metered_at": None, "spent_usd": "0", "a_day_usd": None, "days": 0, "month_usd": "0", "budget_usd": "1",
-        "runs_out": None,
+        "metered_at": None, "spent_usd": "0", "estimated_usd": "0", "unpriced_calls": 0, "a_day_usd": None, "days": 0,
+        "month_usd": "0", "budget_usd": "1", "runs_out": None,
     }  # fmt: skip
     assert get_forecast(issue(ADA), "account=team")["a_day_usd"] is None
 
@@ -203,5 +218,5 @@ def test_costs_take_a_constant_number_of_queries(operator: ApiClient, django_ass
     for number in range(20):
         create_time_usage("2026-11-02T10:00", agent=f"did:plc:{uuid.UUID(int=number).hex}", provider="acme")
     costs.price_usage(now=NOW)
-    with django_assert_max_num_queries(6):
+    with django_assert_max_num_queries(7):
         assert len(get_totals(operator)) == 23

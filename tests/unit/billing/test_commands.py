@@ -10,7 +10,7 @@ from django.core.management import CommandError, call_command
 from django.utils import timezone
 
 from billing import costs, horizon
-from billing.models import CostRecord, Rate, UsageRecord
+from billing.models import CostRecord, Rate, UsageRecord, Watermark
 from tests.conftest import NOW
 from tests.support.billing import (
     ADA,
@@ -119,13 +119,41 @@ def test_costs_prints_a_table_csv_or_json() -> None:
         "total               2.00",
     ]
     assert run("costs", "--csv").splitlines() == [
-        "agent,usd,hours,time,memory,cpu,disk,gpu,suspend,storage,request,plan,llm,estimated_usd,unpriced_calls",
-        "did:plc:ada,1.5,3,3,,,,,,,,,,0,0",
-        ",0.5,1,1,,,,,,,,,,0,0",
+        "agent,usd,hours,time,memory,cpu,disk,gpu,suspend,storage,request,plan,llm,estimated_usd,unpriced_calls,"
+        "input_tokens,cached_tokens,cache_written_tokens,output_tokens",
+        "did:plc:ada,1.5,3,3,,,,,,,,,,0,0,0,0,0,0",
+        ",0.5,1,1,,,,,,,,,,0,0,0,0,0,0",
     ]
     result = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
     assert (result["total_usd"], [each["key"] for each in result["results"]]) == ("2", ["2026-11-02"])
     assert run("costs", "--until", "2026-11-02", "--csv").count("\n") == 1
+
+
+def test_costs_by_model_have_tokens() -> None:
+    tokens = {"input_tokens": 900, "cached_tokens": 500, "cache_written_tokens": 300, "output_tokens": 40}
+    create_token_usage("2026-10-02T10:00", "3", 9, model="claude-opus-4-5", **tokens)
+    create_token_usage("2026-10-03T10:00", "1", model="gpt-5")
+    create_token_usage("2026-11-03T10:00", "7", model="claude-opus-4-5", **tokens)
+    costs.price_usage(now=NOW)
+    october = ["--since", "2026-10-01", "--until", "2026-11-01"]
+    assert run("costs", "--by", "model", *october).splitlines() == [
+        "model            hours   USD  calls  input tokens  cached tokens  cache written tokens  output tokens",
+        "claude-opus-4-5         3.00      9           900            500                   300             40",
+        "gpt-5                   1.00      1                                                                  ",
+        "total                   4.00     10           900            500                   300             40",
+    ]
+    (ada,) = json.loads(run("costs", "--model", "claude-opus-4-5", "--json", *october))["results"]
+    assert (ada["key"], ada["usd"], ada["tokens"]["input"], ada["quantities"]) == (ADA, "3", 900, {"llm": "9"})
+    assert json.loads(run("costs", "--by", "model_provider", "--json"))["total_tokens"]["output"] == 80
+
+
+def test_costs_by_model_are_refused_until_they_are_derived() -> None:
+    create_token_usage("2026-10-02T10:00", "3", model="claude-opus-4-5")
+    costs.price_usage(now=NOW)
+    Watermark.hold("costs", NOW + HOUR)  # by a pass of the version before
+    with pytest.raises(CommandError, match="not derived yet"):
+        run("costs", "--by", "model")
+    assert json.loads(run("costs", "--json"))["total_tokens"] is None
 
 
 def test_costs_names_estimated_and_unpriced_calls() -> None:
@@ -138,7 +166,7 @@ def test_costs_names_estimated_and_unpriced_calls() -> None:
         "did:plc:bob      0  1.00                               ",
         "total               4.00          0.125               5",
     ]
-    assert run("costs", "--csv").splitlines()[1].endswith(",9,0.125,5")
+    assert run("costs", "--csv").splitlines()[1].endswith(",9,0.125,5,0,0,0,0")
     result = json.loads(run("costs", "--json"))
     assert (result["total_estimated_usd"], result["total_unpriced_calls"]) == ("0.125", 5)
     assert [(each["estimated_usd"], each["unpriced_calls"]) for each in result["results"]] == [("0.125", 5), ("0", 0)]

@@ -402,4 +402,6 @@ def test_record_above_the_largest_amount_is_limited_and_reported_and_the_others_
     result = schedules.run_sweep("meter", now=NOW)
     assert price_and_sum(agent_did=BOB) == 1
     assert price_and_sum(agent_did=ADA) == 2 * 10**6
+    models = {each.key: each.usd for each in totals.sum_costs("model", agent=ADA, item="llm")}
+    assert models == {"m": 900_000, "n": 100_000}, "the models add up to the limited record"
     assert len(result.failures) == 2 and all("limited to 1000000 USD" in each for each in result.failures)

@@ -408,6 +408,15 @@ def test_estimated_and_unpriced_calls_are_counted_beside_the_cost(grant: AnyCall
     assert (record.usd, record.estimated_usd) == (Decimal("0.251000001"), Decimal("0.250000001"))
 
 
+def test_tokens_written_to_the_cache_are_summed_over_both_kinds(grant: AnyCallable) -> None:
+    lease = grant()
+    create_llm_call(lease, token_counts={"input": 5, "cache_write_5m": 300, "cache_write_1h": 20, "output": 7})
+    create_llm_call(lease, token_counts={"input": 60, "output": 7}), create_llm_call(lease)
+    meter_usage(now=NOON + HOUR)
+    record = UsageRecord.objects.get(item=UsageKind.TOKENS)
+    assert (record.input_tokens, record.cached_tokens, record.cache_written_tokens) == (300, 120, 320)
+
+
 def test_amounts_out_of_range_are_metered_as_unpriced_and_the_others_are_priced(grant: AnyCallable) -> None:
     lease, other = grant(), grant(agent="did:plc:other")
     for _ in range(12):  # each fits its column; their sums do not

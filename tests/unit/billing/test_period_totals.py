@@ -2,13 +2,14 @@
 
 from datetime import timedelta
 from decimal import Decimal
+from itertools import chain
 
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from billing import costs, period_totals, totals
-from billing.models import CostRecord, PeriodTotal, UsageRecord, Watermark
+from billing.models import CostRecord, ModelTotal, PeriodTotal, UsageRecord, Watermark
 from billing.models.period_totals import TOTALS_WATERMARK
 from tests.conftest import NOW, run_in_threads
 from tests.support.billing import ADA, BOB, HOUR, create_rate, create_time_usage, create_token_usage, join_account, price
@@ -16,6 +17,7 @@ from tests.support.period_totals import check_period_totals
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: totals are computed in the database")]
 GROUPS = ("agent", "provider", "account", "item", "day")
+TOKENS = {"input_tokens": 900, "cached_tokens": 500, "cache_written_tokens": 300, "output_tokens": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -25,21 +27,23 @@ def usage(db: None) -> None:
     for day in ("2026-09-30", "2026-10-14", "2026-10-15", "2026-11-02"):
         for agent in (ADA, BOB):
             create_time_usage(f"{day}T05:00", 2 * HOUR, agent, provider="acme")
-        create_token_usage(f"{day}T06:00", "0.123456789", agent=ADA)
+        create_token_usage(f"{day}T06:00", "0.123456789", agent=ADA, model="claude-opus-4-5", **TOKENS)
+        create_token_usage(f"{day}T06:00", "0.000000001", 3, agent=ADA, model="gpt-5", output_tokens=1)
 
 
 def list_read_tables(by: str) -> set[str]:
     with CaptureQueriesContext(connection) as captured:
         totals.sum_costs(by)
-    tables = {model: model._meta.db_table for model in (CostRecord, UsageRecord, PeriodTotal)}
+    tables = {model: model._meta.db_table for model in (CostRecord, UsageRecord, PeriodTotal, ModelTotal)}
     return {model.__name__ for model, table in tables.items() if any(f'FROM "{table}"' in query["sql"] for query in captured)}
 
 
 def test_a_report_reads_totals_and_no_records_except_by_lease_and_environment() -> None:
     assert list_read_tables("agent") == {"CostRecord", "UsageRecord"}, "before the first pricing pass"
     price()
-    assert [list_read_tables(by) for by in GROUPS] == [{"PeriodTotal"}] * len(GROUPS)
-    assert list_read_tables("lease") == list_read_tables("environment") == {"CostRecord", "UsageRecord"}
+    assert {*chain(*map(list_read_tables, (*GROUPS, "model", "model_provider")))} == {"PeriodTotal", "ModelTotal"}
+    for by in ("lease", "environment", "project"):
+        assert list_read_tables(by) == {"CostRecord", "UsageRecord", "ModelTotal"}
     check_period_totals()
 
 
@@ -71,7 +75,7 @@ def test_a_pass_of_the_version_before_has_all_totals_derived_anew() -> None:
     UsageRecord.objects.filter(day__lt="2026-10-15").delete()
     assert list_read_tables("agent") == {"CostRecord", "UsageRecord"}
     costs.price_usage(now=NOW + 2 * HOUR)
-    assert list_read_tables("agent") == {"PeriodTotal"}
+    assert list_read_tables("agent") == {"PeriodTotal", "ModelTotal"}
     assert {each.key for each in totals.sum_costs("day")} == {"2026-10-15", "2026-11-02"}
     check_period_totals()
 
@@ -83,6 +87,16 @@ def test_totals_of_an_installation_without_them_are_derived_by_the_next_pass() -
     Watermark.objects.filter(name=TOTALS_WATERMARK).delete()
     costs.price_usage(now=NOW + timedelta(minutes=1))
     assert list_totals() == before
+
+
+def test_hours_and_priced_time_of_a_group_are_one_number() -> None:
+    """Three records of a third of an hour, each rounded, would add up to 0.999999999."""
+    for day in (3, 4, 5):
+        create_time_usage(f"2026-11-0{day}T05:00", HOUR / 3, "did:plc:new", provider="acme")
+    price()
+    for by in ("agent", "lease"):
+        (total,) = totals.sum_costs(by, agent="did:plc:new")
+        assert (total.quantities["time"], total.sandbox_time) == (1, HOUR)
 
 
 @pytest.mark.django_db(transaction=True)

@@ -12,8 +12,19 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from billing import costs, dates, statements
-from billing.models import Account, CostRecord, Credit, Membership, PeriodTotal, Rate, Statement, StatementLine, UsageRecord
+from billing import costs, dates, statement_lines, statements
+from billing.models import (
+    Account,
+    CostRecord,
+    Credit,
+    Membership,
+    ModelTotal,
+    PeriodTotal,
+    Rate,
+    Statement,
+    StatementLine,
+    UsageRecord,
+)
 from billing.statements import MonthNotClosable
 from tests.support.billing import (
     HOUR,
@@ -42,7 +53,7 @@ class Ledger(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        for model in (StatementLine, Statement, Credit, CostRecord, PeriodTotal, Membership):
+        for model in (StatementLine, Statement, Credit, CostRecord, PeriodTotal, ModelTotal, Membership):
             rows = model._base_manager.all()
             rows.filter(kind="reversal").delete() if model is Credit else None
             rows.delete()
@@ -59,9 +70,10 @@ class Ledger(RuleBasedStateMachine):
     def add_usage(self, month: date, number: int, agent: str, minutes: int) -> None:
         create_time_usage(parse_utc(f"{month.replace(day=number + 1)}T10:00"), HOUR * minutes / 60, agent, provider="acme")
 
-    @rule(month=st.sampled_from(MONTHS), agent=AGENTS, nano=st.integers(1, 10**8))
-    def add_model_call(self, month: date, agent: str, nano: int) -> None:
-        create_token_usage(parse_utc(f"{month}T10:00"), str(USD(nano).scaleb(-9)), agent=agent, provider="acme")
+    @rule(month=st.sampled_from(MONTHS), agent=AGENTS, nano=st.integers(1, 10**8), model=st.sampled_from(["gpt-5", "claude"]))
+    def add_model_call(self, month: date, agent: str, nano: int, model: str) -> None:
+        usd = str(USD(nano).scaleb(-9))
+        create_token_usage(parse_utc(f"{month}T10:00"), usd, agent=agent, provider="acme", model=model, input_tokens=nano)
 
     @rule(agent=AGENTS)
     def remove_usage(self, agent: str) -> None:
@@ -101,7 +113,7 @@ class Ledger(RuleBasedStateMachine):
     def sum_closed_costs(self) -> dict[str, Any]:
         last = {each: Statement.objects.filter(account=each).order_by("month").last() for each in self.accounts}
         return {
-            each.name: statements.sum_derived_costs(each, until=dates.start_of_next_month(statement.month))
+            each.name: statement_lines.sum_derived_costs(each, until=dates.start_of_next_month(statement.month))
             for each, statement in last.items()
             if statement
         }

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import ValidationError
-from django.db import IntegrityError, models, transaction
+from django.db import IntegrityError, connection, models, transaction
 
-from billing import costs, metering, statements
+from billing import costs, metering, statement_lines, statements
 from billing.budgets import call_admission
 from billing.models import Account, CostRecord, Credit, Membership, Statement, StatementLine, UsageRecord, Watermark
 from billing.statements import MonthNotClosable
@@ -42,6 +42,7 @@ from tests.support.model_rates import create_rates
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("sums: costs and statements are computed in the database")]
 DECEMBER, JANUARY, FEBRUARY = parse_utc("2026-12-01T00:00"), parse_utc("2027-01-01T00:00"), parse_utc("2027-02-01T00:00")
+MARCH = parse_utc("2027-03-01T00:00")
 OCTOBER, NOVEMBER = parse_day("2026-10-01"), parse_day("2026-11-01")
 USD = Decimal
 BATCHES = [
@@ -141,6 +142,46 @@ def test_month_closed_before_lines_had_a_rate_is_not_corrected() -> None:
     assert sum(line.usd for line in statement.lines.all()) == USD("1.36")
 
 
+@pytest.fixture
+def models_of_november(db: None) -> None:
+    """Ada: a call each of two models. The two cost 0.004 USD each, which is 0.01 USD together."""
+    for model in ("claude-opus-4-5", "gpt-5"):
+        create_token_usage("2026-11-03T10:00", "0.004", 2, model=model, input_tokens=70, cached_tokens=40, output_tokens=3)
+    price()
+
+
+LINE_OF_CALLS = ("kind", "model", "quantity", "usd", "input_tokens", "cached_tokens", "output_tokens")
+
+
+@pytest.mark.usefixtures("models_of_november")
+def test_each_model_has_a_line_with_its_tokens_and_is_corrected_by_itself() -> None:
+    lines = close(get_house_account()).lines.values_list(*LINE_OF_CALLS)
+    assert [*lines] == [("usage", model, 2, 0, 70, 40, 3) for model in ("claude-opus-4-5", "gpt-5")]
+    create_token_usage("2026-11-04T10:00", "1", model="gpt-5", input_tokens=9, output_tokens=1)
+    price(JANUARY)
+    corrections = close(get_house_account(), parse_day("2026-12-01"), JANUARY).lines.values_list(*LINE_OF_CALLS)
+    assert [*corrections] == [("correction", "gpt-5", 1, 1, 9, 0, 1)]
+    assert is_balanced(get_house_account())
+
+
+@pytest.mark.usefixtures("models_of_november")
+def test_month_closed_before_lines_had_a_model_is_corrected_as_a_whole() -> None:
+    """The statement has 0.01 USD: the line of all models, rounded once."""
+    statement = close(get_house_account())
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM billing_statementline")
+    line = {"kind": "usage", "for_month": NOVEMBER, "agent_did": ADA, "provider": "docker", "item": "llm"}
+    StatementLine.objects.create(statement=statement, quantity=4, usd=USD("0.01"), **line)
+    price(JANUARY)
+    assert not close(get_house_account(), parse_day("2026-12-01"), JANUARY).lines.exists()
+    create_token_usage("2026-11-04T10:00", "1", model="gpt-5", input_tokens=9)
+    price(FEBRUARY)
+    corrections = close(get_house_account(), parse_day("2027-01-01"), FEBRUARY).lines.values_list(*LINE_OF_CALLS)
+    assert [*corrections] == [("correction", "", 1, 1, 0, 0, 0)]
+    price(MARCH)
+    assert not close(get_house_account(), parse_day("2027-02-01"), MARCH).lines.exists()
+
+
 def test_open_month_is_previewed_without_the_open_months_before() -> None:
     create_rate("time", "1")
     for month in ("2026-10", "2026-11", "2026-12"):
@@ -212,7 +253,7 @@ def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any]) ->
     )  # fmt: skip
     metering.meter_usage(now=following)
     price(following)
-    costs_by_line = statements.sum_derived_costs(get_house_account(), until=parse_day("2026-12-01"))
+    costs_by_line = statement_lines.sum_derived_costs(get_house_account(), until=parse_day("2026-12-01"))
     for number in range(len(BATCHES)):  # each batch is last once
         metering.reset_usage()
         costs.price_usage(now=following)
@@ -225,7 +266,7 @@ def test_month_with_unmetered_facts_does_not_close(grant: Callable[..., Any]) ->
         BATCHES[number](None, following)
         costs.price_usage(now=following)
     statement = close(get_house_account(), now=following)
-    assert (statement.subtotal > 200, statements.sum_billed_costs(get_house_account())) == (True, costs_by_line)
+    assert (statement.subtotal > 200, statement_lines.sum_billed_costs(get_house_account())) == (True, costs_by_line)
 
 
 @pytest.mark.usefixtures("november")

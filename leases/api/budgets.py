@@ -57,8 +57,8 @@ class BudgetApiView(ApiView):
         key = self.caller.key
         return Budget.objects.all() if key.operator else budgets.find_visible_budgets(self.key_id, key.dids, now=self.now)
 
-    def get_budget(self, pk: int) -> Budget:
-        budget = self.find_visible().filter(pk=pk).first() if pk <= MAX_ID else None
+    def get_budget(self, budget_id: int) -> Budget:
+        budget = self.find_visible().filter(pk=budget_id).first() if budget_id <= MAX_ID else None
         if budget is None:
             raise BudgetNotFound
         return budget
@@ -128,9 +128,9 @@ class BudgetView(BudgetApiView):
         summary="Get a budget",
         responses=schema.build_responses(BudgetSerializer, 404),
     )
-    def get(self, request: ApiRequest, pk: int) -> HttpResponse:
+    def get(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Return a budget, as far as the key may read it."""
-        return Response(self.serialize(self.get_budget(pk)))
+        return Response(self.serialize(self.get_budget(budget_id)))
 
     @extend_schema(
         operation_id="budgets_update",
@@ -138,13 +138,13 @@ class BudgetView(BudgetApiView):
         request=BudgetChangeSerializer,
         responses=schema.build_responses(BudgetSerializer, 404, 413, 415),
     )
-    def patch(self, request: ApiRequest, pk: int) -> HttpResponse:
+    def patch(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Change the stated fields, at once. Idempotent. For an increase of one period alone, add a top-up.
 
         Needs an operator's key without a list of pools, with the scopes `costs` and `leases`."""
         changes = to_columns(self.validate_body(CHANGE_SERIALIZER))
         with name_fields():
-            budget = budgets.change_budget(self.get_budget(pk).pk, changes, now=self.now)
+            budget = budgets.change_budget(self.get_budget(budget_id).pk, changes, now=self.now)
         self.log_change("budget changed", budget, fields=sorted(changes))
         return Response(self.serialize(budget))
 
@@ -153,9 +153,9 @@ class BudgetView(BudgetApiView):
         summary="Delete a budget",
         responses=schema.build_responses(None, 404, ok=(204,)),
     )
-    def delete(self, request: ApiRequest, pk: int) -> HttpResponse:
+    def delete(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Delete a budget and its top-ups. Needs an operator's key without a list of pools, with `costs` and `leases`."""
-        budget = self.get_budget(pk)
+        budget = self.get_budget(budget_id)
         if not budgets.remove_budget(budget.pk, now=self.now):
             raise BudgetNotFound
         self.log_change("budget deleted", budget)
@@ -169,11 +169,11 @@ class TopUpListView(BudgetApiView):
         parameters=schema.PAGE_PARAMETERS,
         responses=schema.build_responses(schema.build_page_serializer(TopUpSerializer), 404),
     )
-    def get(self, request: ApiRequest, pk: int) -> HttpResponse:
+    def get(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Return the top-ups of all periods, newest first. Operator keys only."""
         if not self.caller.key.operator:
             raise PermissionDenied(ManagesBudgets.message)
-        page, next_url = paginate(self.get_budget(pk).top_ups.all(), "created_at", request)
+        page, next_url = paginate(self.get_budget(budget_id).top_ups.all(), "created_at", request)
         return Response({"results": [serialize_top_up(row) for row in page], "next": next_url})
 
     @extend_schema(
@@ -183,12 +183,12 @@ class TopUpListView(BudgetApiView):
         request=NewTopUpSerializer,
         responses=schema.build_responses(ToppedUpBudgetSerializer, 404, 409, 413, 415, ok=(201,)),
     )
-    def post(self, request: ApiRequest, pk: int) -> HttpResponse:
+    def post(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Add an amount to the current period, once for an Idempotency-Key. It takes effect at once, and ends with the period.
 
         Needs an operator's key without a list of pools, with the scopes `costs` and `leases`."""
         data = self.validate_body(NEW_TOP_UP_SERIALIZER)
-        budget = self.get_budget(pk)
+        budget = self.get_budget(budget_id)
 
         def act(run_id: UUID) -> StatusAndBody:
             request_id = self.derive_request_id(run_id)

@@ -67,7 +67,7 @@ def test_every_tile_and_state_of_a_pool_links_to_the_rows_it_counts(viewer: Clie
         "Active leases": "9", "Running sandboxes": "1", "In quarantine": "2", "Stalled sandboxes": "1", "Leases overdue": "1",
         "Sweeps late": "2", "Cold sandboxes": "1", "Lost sandboxes": "1", "State not stored": "1", "Pools draining": "1",
         "Circuits open": "1", "Data not stored": "1", "Webhooks disabled": "1", "Model calls, 24 h": "2",
-        "Budgets warned": "1", "Budgets exhausted": "2", "Suspended sandboxes": "0", "Starts failing": "0",
+        "Budgets warned": "2", "Budgets exhausted": "2", "Suspended sandboxes": "0", "Starts failing": "0",
     }  # fmt: skip
     assert tiles["Model calls, 24 h"].note == "1 refused, 0.25 USD"
     for title, number in numbers.items():

@@ -46,6 +46,7 @@ PATH_PARAMETERS = {
     "id": "{id}", "path": "a", "name": "a", "event_id": "x", "session_id": "s", "environment_id": "game-1",
     "run_id": str(uuid.UUID(int=1)), "process_id": str(uuid.UUID(int=1)), "did": ADA, "account": "house", "month": "2026-10",
     "catalog_id": "sandbox:none", "agent_did": ADA, "provider": "memory",
+    "budget_id": "1",
 }  # fmt: skip
 ANY_BODY = {
     "argv": ["true"], "turn_number": 1, "state": {}, "snapshot_id": str(uuid.UUID(int=1)), "environment_id": "fork-1",
@@ -54,7 +55,7 @@ ANY_BODY = {
     "signal": "TERM", "offset": 0, "prompt": "x", "repository": "none", "title": "x",
     "port": 8080, "path": "a", "target": "b", "method": "GET", "pattern": "x",
     "reason": "not needed", "agents": [ADA], "model": "m", "prices": {"input": "1"}, "valid_from": "2026-11-01T00:00:00Z",
-    "source": "price page",
+    "source": "price page", "scope": "all", "unit": "usd", "amount": "1", "period": "day",
 }  # fmt: skip
 ALL_MODELS = (
     Agent, AgentKey, AgentRun, CatalogAgent, CodingTask, EnvironmentType, IdempotentRequest, Lease, LeaseEvent, MintedToken,

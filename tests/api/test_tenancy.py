@@ -58,14 +58,15 @@ EXPECTED_NAMES = {
         "leases_processes_get leases_processes_kill leases_processes_logs leases_processes_wait leases_processes_signal "
         "leases_processes_stdin leases_shells_get leases_fork leases_chat_get leases_artifacts_get leases_audit_get "
         "leases_sessions_get environments_get_position environments_post_event queued_runs_get queued_runs_interrupt "
-        "agent_catalog_get agent_catalog_run runs_get templates_get "
+        "agent_catalog_get agent_catalog_run runs_get templates_get budgets_get "
     ),
     (403, 403): (
         "agents_stop environments_stop stop environments_create environments_update environments_start environments_end "
         "environments_add_participants "
         "environments_remove_participant environments_create_coding_task environments_create_secret inventory_list "
         "inventory_get inventory_destroy inventory_adopt templates_create templates_delete agents_create statements_list "
-        "statements_get model_rates_list model_rates_create "
+        "statements_get model_rates_list model_rates_create budgets_create budgets_update budgets_delete budgets_list_top_ups "
+        "budgets_top_up "
     ),
 }
 EXPECTED = {name: statuses for statuses, names in EXPECTED_NAMES.items() for name in names.split()}

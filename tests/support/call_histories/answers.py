@@ -103,9 +103,9 @@ def _complete_messages_usage(script: Script) -> dict[str, Any]:
 
 def build_message_events(script: Script) -> Iterator[Event]:
     start = {"type": "message_start", "message": build_message(script) | {"content": [], "stop_reason": None}}
-    start["message"].pop("usage", None)  # type: ignore[attr-defined]
+    start["message"].pop("usage", None)
     if script.has_usage:
-        start["message"]["usage"] = build_messages_usage(script, script.first_counts)  # type: ignore[index]
+        start["message"]["usage"] = build_messages_usage(script, script.first_counts)
         yield Event(encode(start, "message_start"), counts=script.first_counts, tier=script.tier)
     else:
         yield Event(encode(start, "message_start"))

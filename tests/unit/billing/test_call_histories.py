@@ -325,8 +325,8 @@ def test_costs_of_random_histories_are_exact(grant: Callable[..., Lease], memory
     run_state_machine_as_test(
         machine,
         settings=hypothesis.settings(
-            max_examples=search_budget(fast=8, full=300),
-            stateful_step_count=search_budget(fast=15, full=30),
+            max_examples=search_budget(fast=3, full=60),
+            stateful_step_count=20,
             deadline=None,
             suppress_health_check=[*HealthCheck],
             phases=[Phase.generate],

@@ -3,8 +3,8 @@
     export DJANGO_SETTINGS_MODULE=tests.settings
     .ci/services run litellm -- .venv/bin/python -m tests.bench.litellm_prices
 
-A scripted upstream answers each call twice. The first answer is read and priced here, by the public list prices. The second goes
-through a LiteLLM of the script's own, which has its built-in prices, and states its cost in the record of its callback."""
+A scripted upstream answers each call twice. The first answer is read and priced here, by the public list prices. The second
+goes through a LiteLLM of the script's own, which has its built-in prices, and states its cost in the record of its callback."""
 
 import json
 import os

@@ -228,7 +228,7 @@ def is_server_alive(server: str) -> bool:
 def _read_start_ticks(pid: int) -> str:
     """Return the start time of a process, field 22 of /proc/pid/stat (proc(5)), or an empty string if there is none.
 
-    A process that has ended, and whose parent has not waited for it yet, is none: it answers no call."""
+    A zombie has ended: its parent has not waited for it yet."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in ENDED_STATES else fields[18]

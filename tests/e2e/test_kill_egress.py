@@ -218,7 +218,7 @@ def test_successor_of_a_killed_egress_server_closes_its_streams_and_admits_the_n
     assert [(call.input_tokens, call.usd) for call in closed] == [expected[call.path] for call in closed]
 
     requests = len(upstream.requests)
-    for slot in slots:  # nobody is refused
+    for slot in slots:
         assert post(proxy, slot)[0] == 200
     assert len(upstream.requests) == requests + LEASE_COUNT
     wait_until(lambda: all(call.outcome != "open" for call in proxy.list_calls()), "the calls are closed")

@@ -274,7 +274,7 @@ def test_process_with_a_reused_id_is_not_alive(lease: Lease) -> None:
     assert not settlement.is_server_alive(f"{host}:4194305:1")  # above the largest process id of Linux
 
 
-def test_process_that_nobody_has_waited_for_is_not_alive() -> None:
+def test_zombie_process_is_not_alive() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         stat = Path(f"/proc/{child.pid}/stat")
         server = f"host:{child.pid}:{stat.read_text().rpartition(')')[2].split()[19]}"

@@ -17,6 +17,7 @@ from django.db import close_old_connections, connection
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress import authorization, settlement
 from sandboxes.egress.authorization import CallerIdentity
+from sandboxes.egress.estimates import TokenEstimate
 from sandboxes.egress.responses import ClientDisconnected
 from sandboxes.egress.settlement import CallResult
 from sandboxes.egress.token_usage import TokenUsage
@@ -113,10 +114,10 @@ class CallTracker:
             except DatabaseError as error:  # the row stays open until a sweep closes it after its deadline or from the logs
                 log.error("end of a call not recorded", call=row.call_id, error=str(error))
 
-    async def note_usage(self, row: LlmCall, usage: TokenUsage) -> None:
+    async def note_usage(self, row: LlmCall, usage: TokenUsage, request: TokenEstimate) -> None:
         """Write the usage of an open call that is known so far. An error changes only the estimate of a lost call."""
         try:
-            await self.database.run(settlement.note_usage, row, usage)
+            await self.database.run(settlement.note_usage, row, usage, request)
         except DatabaseError as error:
             log.warning("usage of an open call not recorded", call=row.call_id, error=str(error))
 

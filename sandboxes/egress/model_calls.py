@@ -197,9 +197,10 @@ class ModelCallProxy:
                 passed = reader.feed(redactor.feed(chunk))
                 result.received_bytes += len(passed)
                 _set_outcome(result, reader)
-                if reader.streamed and not is_usage_noted and reader.usage.input_tokens is not None and not reader.complete:
+                is_usage_new = reader.streamed and not is_usage_noted and reader.usage.input_tokens is not None
+                if is_usage_new and result.estimate and not reader.complete:
                     is_usage_noted = True
-                    await self.calls.note_usage(row, reader.usage)
+                    await self.calls.note_usage(row, reader.usage, result.estimate)
                 if not reader.streamed:
                     withheld, passed = passed, withheld
                 if passed:

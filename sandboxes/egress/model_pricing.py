@@ -133,20 +133,32 @@ class RateBook:
                 lines.append(PriceLine(kind, count, row, count * row.usd_per_million / MILLION if row else Decimal(0)))
         return lines
 
-    def estimate(self, input_tokens: int, output_tokens: int, tier: str = "") -> Decimal | None:
+    def estimate(
+        self, input_tokens: int, output_tokens: int, tier: str = "", known: Mapping[str, int] | None = None
+    ) -> Decimal | None:
         """Return an upper price of a call of this size, rounded up: each token costs as the dearest kind with a row.
 
+        `known` are the reported counts of a call whose input was reported: its input costs as each kind does, and its searches
+        are included. Otherwise they are not, because their number is known only afterwards.
         At most the largest price of a call: a larger one would be out of range, and count nothing.
-        Return None without a row for input. Without one for output, as for embeddings, output counts nothing. Web searches are
-        not included, because their number is known only afterwards."""
+        Return None without a row for input. Without one for output, as for embeddings, output counts nothing."""
         by_side = [
             [row.usd_per_million for kind in kinds if (row := self._find_own_row(kind, tier, input_tokens))]
             for kinds in (INPUT_KINDS, OUTPUT_KINDS)
         ]
         if not by_side[0]:
             return None
-        usd = (input_tokens * max(by_side[0]) + output_tokens * max(by_side[1], default=Decimal(0))) / MILLION
+        usd = self._price_input(known or {}, tier)
+        if usd is None:
+            usd = input_tokens * max(by_side[0]) / MILLION
+        usd += output_tokens * max(by_side[1], default=Decimal(0)) / MILLION
         return min(usd.quantize(NANO_USD, ROUND_UP), MAX_USD - NANO_USD)
+
+    def _price_input(self, counts: Mapping[str, int], tier: str) -> Decimal | None:
+        """Return the price of the reported input and searches. None without input, and if a kind of the input has no row."""
+        lines = self.list_lines({kind: count for kind, count in counts.items() if kind not in OUTPUT_KINDS}, tier)
+        of_input = [line for line in lines if line.kind in INPUT_KINDS]
+        return sum((line.usd for line in lines), Decimal(0)) if of_input and all(line.rate for line in of_input) else None
 
     def _find_row(self, kind: str, tier: str, size: int) -> TokenRate | None:
         chain: str | None = kind
@@ -316,7 +328,9 @@ def _set_price(call: LlmCall, table: RateTable) -> bool:
         log.error("price by rate is out of range", call=call.call_id, model=call.model)
         call.code = REFUSED_PRICE_CODE
     else:
-        call.cost, call.rate_ids, call.priced = price.usd, list(price.rates), price.source
+        is_whole = call.outcome == LlmCall.Outcome.OK  # of another call the reported tokens may be a part
+        call.cost, call.rate_ids = price.usd, list(price.rates)
+        call.priced = price.source if is_whole else LlmCall.Priced.ESTIMATE
     call.counted = False
     return price is not None
 

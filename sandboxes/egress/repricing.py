@@ -153,7 +153,8 @@ def _reprice(call: LlmCall, table: RateTable, total: RepricedModel) -> bool:
         total.without_rate, total.new = total.without_rate + 1, total.new + old
         return False
     before = (call.cost, call.priced, call.rate_ids or [])
-    call.cost, call.rate_ids, call.priced = price.usd, list(price.rates), price.source
+    is_partial = call.priced == Priced.ESTIMATE and call.outcome != LlmCall.Outcome.OK  # only some of its tokens are known
+    call.cost, call.rate_ids, call.priced = price.usd, list(price.rates), Priced.ESTIMATE if is_partial else price.source
     total.new += price.usd
     if before == (call.cost, call.priced, call.rate_ids):
         return False

@@ -22,11 +22,13 @@ from sandboxes.db import sql, tracing
 from sandboxes.egress import model_pricing
 from sandboxes.egress.amounts import REFUSED_AMOUNT_CODE
 from sandboxes.egress.estimates import TokenEstimate, estimate_usage
+from sandboxes.egress.model_pricing import RateBook
 from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall
 
 log = structlog.get_logger(__name__)
 RELAY_HEARTBEAT_TIMEOUT = timedelta(minutes=3)  # a relay connection not seen for this long is treated as closed
+ENDED_STATES = ("Z", "X")  # of a process in proc(5): zombie, dead
 Priced = LlmCall.Priced
 
 
@@ -84,9 +86,13 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
     return closed
 
 
-def note_usage(row: LlmCall, usage: TokenUsage) -> None:
-    """Write the usage of an open call that is known so far, for the case that this process dies during the call."""
+def note_usage(row: LlmCall, usage: TokenUsage, request: TokenEstimate) -> None:
+    """Write the usage of an open call that is known so far, for the case that this process dies during the call.
+
+    The reservation becomes the price of the reported input and of the maximal output."""
     known = {name: value for name, value in _describe_usage(usage).items() if value is not None}
+    reserved = _estimate_price(_load_rates(row, usage), request.input_tokens, request.output_tokens, usage)
+    known |= {} if reserved is None else {"reserved": reserved}
     change = ", ".join(f"{name} = %s" for name in known)
     sql.update(LlmCall, f"{change} WHERE id = %s AND ended_at IS NULL AND recorded_at IS NULL", *_prepare(known), row.pk)
 
@@ -121,8 +127,7 @@ def _price_result(row: LlmCall, result: CallResult) -> CallPrice | None:
     if result.is_free:
         return CallPrice(Decimal(0), Priced.FREE)
     usage = result.usage
-    names = model_pricing.find_candidate_names(usage.model if usage else "", row.requested_model or row.model)
-    rates = model_pricing.load_rates(names, at=row.started_at)
+    rates = _load_rates(row, usage)
     if usage and usage.is_complete:
         price = rates.price(usage.counts, usage.tier)
         if price is not None and not price.is_unknown:
@@ -131,8 +136,21 @@ def _price_result(row: LlmCall, result: CallResult) -> CallPrice | None:
     tokens = estimate_usage(
         result.estimate, usage, streamed=row.streamed, answered=answered, received_bytes=result.received_bytes
     )
-    estimated = rates.estimate(tokens.input_tokens, tokens.output_tokens, usage.tier if usage else "")
+    estimated = _estimate_price(rates, tokens.input_tokens, tokens.output_tokens, usage)
     return None if estimated is None else CallPrice(estimated, Priced.ESTIMATE)
+
+
+def _load_rates(row: LlmCall, usage: TokenUsage | None) -> RateBook:
+    names = model_pricing.find_candidate_names(usage.model if usage else "", row.requested_model or row.model)
+    return model_pricing.load_rates(names, at=row.started_at)
+
+
+def _estimate_price(rates: RateBook, input_tokens: int, output_tokens: int, usage: TokenUsage | None) -> Decimal | None:
+    """Estimate the price of a call with incomplete usage. Reported counts are exact for the input, and lower bounds else."""
+    if usage is None or usage.input_tokens is None:
+        return rates.estimate(input_tokens, output_tokens, usage.tier if usage else "")
+    output_tokens = max(output_tokens, usage.output_tokens or 0)
+    return rates.estimate(usage.input_tokens, output_tokens, usage.tier, usage.counts)
 
 
 def _trace(row: LlmCall, result: CallResult, *, now: datetime) -> None:
@@ -208,8 +226,11 @@ def is_server_alive(server: str) -> bool:
 
 
 def _read_start_ticks(pid: int) -> str:
-    """Return the start time of a process, field 22 of /proc/pid/stat (proc(5)), or an empty string if there is none."""
+    """Return the start time of a process, field 22 of /proc/pid/stat (proc(5)), or an empty string if there is none.
+
+    A zombie has ended: its parent has not waited for it yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in ENDED_STATES else fields[18]
     except (FileNotFoundError, ProcessLookupError):
         return ""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ pytestmark = [
     pytest.mark.matrix("image with agent CLIs; agent runs have their own tests below tests/api"),
 ]
 IMAGE = "leasehold-sandbox-agents:latest"  # built by .ci/services
-MODELS = "claude-x,gpt-x"
+PRICED_MODELS = (
+    "claude-sonnet-4-5",
+    "claude-opus-4-5",
+    "claude-haiku-4-5",
+    "claude-opus-4-6",
+    "claude-sonnet-5",
+    "claude-opus-5",
+)
+MODELS = ",".join(("claude-x", "gpt-x", *PRICED_MODELS))
 MEMORY_MIB = 1024
 
 
@@ -123,6 +132,42 @@ def test_claude_code_without_its_session_and_with_a_denied_command(fleet: Fleet,
     row, _ = run_agent(fleet, lease, *lines, model="claude-x", permission_mode="acceptEdits", **limits)
     assert (row["state"], row["violation"]) == ("interrupted", "Command denied by 'touch *': touch /workspace/bad")
     assert fleet.post(f"/leases/{lease}/exec", {"argv": ["test", "-e", "/workspace/bad"]})[1]["exit_code"] == 1
+
+
+CACHE = {"input_tokens": 1000, "cache_read_input_tokens": 20_000, "output_tokens": 500}
+USAGES: dict[str, dict[str, Any]] = {
+    "plain": {"input_tokens": 1234, "output_tokens": 77},
+    "cache for 5 minutes": CACHE
+    | {
+        "cache_creation_input_tokens": 8001,
+        "cache_creation": {"ephemeral_5m_input_tokens": 8001, "ephemeral_1h_input_tokens": 0},
+    },
+    "cache for an hour": CACHE
+    | {
+        "cache_creation_input_tokens": 60_000,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 60_000},
+    },
+    "searches": CACHE | {"server_tool_use": {"web_search_requests": 3, "web_fetch_requests": 1}},
+}
+
+
+# USD that Claude Code states above the metered cost. The public prices have none for searches of this model: an estimate.
+DIFFERENCES = {("claude-haiku-4-5", "searches"): 3 * Decimal("0.01")}
+
+
+def test_claude_code_states_the_metered_cost_at_public_prices(fleet: Fleet, lease: str) -> None:  # noqa: F811
+    imported = run_manage(fleet.path, "rate", "import", "public", "--apply", "--from", "2026-01-01T00:00Z", **fleet.env)
+    assert imported.returncode == 0, imported.stderr
+    differences = {}
+    for model in PRICED_MODELS:
+        for name, usage in USAGES.items():
+            row, events = run_agent(fleet, lease, "Hello.", f"USAGE {json.dumps(usage)}", model=model)
+            assert row["state"] == "completed" and Decimal(row["cost_usd"]) > 0, events
+            if difference := Decimal(row["reported_cost_usd"]) - Decimal(row["cost_usd"]):
+                differences[model, name] = difference
+    assert differences == DIFFERENCES
+    estimates = fleet.select("SELECT DISTINCT model FROM sandboxes_llmcall WHERE priced <> 'rate'")
+    assert estimates == [("claude-haiku-4-5",)]
 
 
 ALLOW_TOOLS = """

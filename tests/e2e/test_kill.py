@@ -9,7 +9,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +121,22 @@ class Fleet(Home):
 
 
 @contextmanager
+def copy_database(path: Path, template: FleetTemplate) -> Iterator[str]:
+    """Yield the URL of a copy of the template's database: a file below `path`, or a database that is dropped at the end."""
+    if settings.ON_POSTGRES:
+        name = f"kill_{uuid.uuid4().hex[:12]}"
+        execute_on_server(f"CREATE DATABASE {name} TEMPLATE {template.database}")
+        with drop_at_exit(name) as url:
+            yield url
+    else:
+        shutil.copy(template.database, path)
+        yield f"sqlite:///{path / 'leasehold.sqlite3'}"
+
+
+@contextmanager
 def create_fleet(path: Path, template: FleetTemplate) -> Iterator[Fleet]:
     """Yield a fleet that has not been started, with its own database, and remove it."""
-    with ExitStack() as stack:
-        url = f"sqlite:///{path / 'leasehold.sqlite3'}"
-        if settings.ON_POSTGRES:
-            name = f"kill_{uuid.uuid4().hex[:12]}"
-            execute_on_server(f"CREATE DATABASE {name} TEMPLATE {template.database}")
-            url = stack.enter_context(drop_at_exit(name))
-        else:
-            shutil.copy(template.database, path)
+    with copy_database(path, template) as url:
         fleet = Fleet(
             path,
             DATABASE_URL=url,

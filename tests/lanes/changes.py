@@ -66,6 +66,7 @@ RULES = (
         ),
         ("domain-matrix", "docker-matrix"),
     ),
+    Rule(("tests/unit/sandboxes/egress/test_vendor_sdks.py", "tests/support/vendor_sdk_calls.py"), ("database-matrix",)),
     Rule(("tests/unit", "tests/races", "tests/machines", "tests/simulation")),
     Rule(
         (

@@ -3,7 +3,8 @@
     python -m tests.support.servers.scripted_models PORT
 
 A line `CALL <tool> <JSON arguments>` of the last prompt makes the model call the tool. The calls are made one after the other;
-then the model answers with a text that names the number of results. Tokens are always the same, and so is the cost."""
+then the model answers with a text that names the number of results. Tokens are always the same, unless a line
+`USAGE <JSON usage>` of the last prompt of Anthropic's messages states others."""
 
 import json
 import re
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 CALL_PATTERN = re.compile(r"^CALL (\S+) (\{.*\})$", re.MULTILINE)
+USAGE_PATTERN = re.compile(r"^USAGE (\{.*\})$", re.MULTILINE)
 INPUT_TOKENS, OUTPUT_TOKENS = 1000, 50
 
 
@@ -88,8 +90,11 @@ def find_next_step(prompt: str, results: int) -> Step:
 
 def build_message_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Build the events of Anthropic's streamed answer."""
-    step = find_next_step(*_read_messages(body["messages"]))
-    usage = {"input_tokens": INPUT_TOKENS, "output_tokens": 1}
+    prompt, results = _read_messages(body["messages"])
+    step = find_next_step(prompt, results)
+    stated = USAGE_PATTERN.search(prompt)
+    whole = json.loads(stated[1]) if stated else {"output_tokens": OUTPUT_TOKENS}
+    usage = {"input_tokens": INPUT_TOKENS, **whole, "output_tokens": 1}
     message = {"id": f"msg_{step.number}", "type": "message", "role": "assistant", "model": body["model"], "content": [],
                "stop_reason": None, "stop_sequence": None, "usage": usage}  # fmt: skip
     yield {"type": "message_start", "message": message}
@@ -103,7 +108,7 @@ def build_message_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "content_block_stop", "index": 0}
     reason = "tool_use" if step.tool else "end_turn"
     yield {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": None},
-           "usage": {"output_tokens": OUTPUT_TOKENS}}  # fmt: skip
+           "usage": whole}  # fmt: skip
     yield {"type": "message_stop"}
 
 

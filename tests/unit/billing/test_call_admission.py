@@ -1,9 +1,11 @@
 """Limits in USD on model calls: a call is admitted only if its estimated price fits, and settled at its price at once."""
 
 import random
+import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.billing import ADA, BOB, HOUR, create_budget, join_account, run_billing_sweeps, run_command
-from tests.support.model_calls import MODEL, close_call, open_call
+from tests.support.model_calls import MODEL, THOUSAND, close_call, open_call
 from tests.support.model_rates import create_rates
 from tests.support.search import budget as search_budget
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.django_db,
@@ -289,11 +292,24 @@ def test_process_with_a_reused_id_is_not_alive(lease: Lease) -> None:
     assert not settlement.is_server_alive(f"{host}:4194305:1")  # above the largest process id of Linux
 
 
-def test_usage_of_an_open_call_is_kept_if_its_server_dies(lease: Lease) -> None:
+def test_zombie_process_is_not_alive() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        stat = Path(f"/proc/{child.pid}/stat")
+        server = f"host:{child.pid}:{stat.read_text().rpartition(')')[2].split()[19]}"
+        assert settlement.is_server_alive(server)
+        child.kill()
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the process has ended")
+        assert not settlement.is_server_alive(server)
+
+
+def test_usage_of_an_open_call_is_kept_and_replaces_its_reservation(lease: Lease) -> None:
+    """A conversation that the upstream keeps can have much more input than its request shows."""
+    limit_spending(lease, "0.03")
     row, usage = open_call(lease), TokenUsage()
-    usage.add({"message": {"model": MODEL, "usage": {"input_tokens": 7, "cache_read_input_tokens": 3, "output_tokens": 1}}})
-    settlement.note_usage(row, usage)
+    usage.add({"message": {"model": MODEL, "usage": {"input_tokens": 1897, "cache_read_input_tokens": 3, "output_tokens": 1}}})
+    settlement.note_usage(row, usage, THOUSAND)
+    assert get_refusal(lease).code == "spend_limit_reached"
     settlement.close_abandoned(now=NOW + HOUR)
     row.refresh_from_db()
-    assert (row.outcome, row.input_tokens, row.cached_tokens, row.cost) == ("lost", 10, 3, CENT)
-    assert row.usage == {"input_tokens": 7, "cache_read_input_tokens": 3, "output_tokens": 1}
+    assert (row.outcome, row.input_tokens, row.cached_tokens, row.cost) == ("lost", 1900, 3, Decimal("0.025"))
+    assert row.usage == {"input_tokens": 1897, "cache_read_input_tokens": 3, "output_tokens": 1}

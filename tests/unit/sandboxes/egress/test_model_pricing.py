@@ -410,7 +410,8 @@ def test_ended_call_without_a_price_is_priced_by_rate(fields: Any, cost: int | N
     assert len([*model_pricing.find_priceable(NOW)]) == (cost is not None or fields.get("input_tokens") == 10**9 + 1)
     assert model_pricing.price_calls(NOW) == (cost is not None)
     row.refresh_from_db()
-    assert (row.cost, row.priced) == (cost, "" if cost is None else "rate")
+    source = "rate" if row.outcome == "ok" else "estimate"  # of an interrupted call more may have been generated than is known
+    assert (row.cost, row.priced) == (cost, "" if cost is None else source)
     assert model_pricing.price_calls(NOW) == 0
 
 

@@ -42,8 +42,9 @@ def november(db: None) -> Account:
     create_time_usage("2026-11-30T23:00", HOUR, BOB, provider="acme")
     create_storage_usage("2026-11-05T00:00", 24 * HOUR, 10**9, provider="acme")
     create_token_usage(
-        "2026-11-03T10:00", "1.2345", 7, unpriced=2, estimated_usd=Decimal("0.1"), provider="acme", source="calls"
-    )
+        "2026-11-03T10:00", "1.2345", 7, unpriced=2, estimated_usd=Decimal("0.1"), provider="acme", source="calls",
+        input_tokens=50, cached_tokens=20, output_tokens=9,
+    )  # fmt: skip
     Tab.objects.create(
         holder=derive_lease_id(ADA), agent_did=ADA, environment_type="game", project="pilot", opened_at=END_OF_NOVEMBER
     )
@@ -111,6 +112,8 @@ def test_model_calls_have_their_stated_cost_and_name_the_calls_without_a_price(n
         "x_Estimated",
     )
     assert select([calls], *columns) == [("1.2345", "1", "1.2345", "USD", "7", "2", "0.1")]
+    tokens = ("x_InputTokens", "x_CachedTokens", "x_CacheWrittenTokens", "x_OutputTokens")
+    assert select([calls], "SkuId", "x_Model", *tokens) == [("acme/llm/m", "m", "50", "20", "0", "9")]
     assert calls["ChargeDescription"] == "model calls, cost as stated: 2 of them have no price, which the cost does not include"
     assert select([adjustment], "BilledCost", "ChargeCategory", "x_UnpricedCalls") == [("-0.0045", "Adjustment", "")]
 
@@ -221,7 +224,7 @@ def test_accounts_to_export_are_those_with_a_statement_or_with_costs_to_bill(nov
 # --- file -------------------------------------------------------------------------------------------------------------
 
 
-def test_records_are_streamed_in_one_query(november: Account) -> None:
+def test_records_are_streamed_in_two_queries(november: Account) -> None:
     for number in range(300):
         create_time_usage("2026-11-08T10:00", HOUR, f"did:plc:{number:03}", provider="acme")
     advance_and_price(END_OF_NOVEMBER)
@@ -229,7 +232,7 @@ def test_records_are_streamed_in_one_query(november: Account) -> None:
     assert source
     with CaptureQueriesContext(connection) as queries:
         chunks = [*iter_csv([source], daily=True)]
-    assert len(queries) == 1
+    assert len(queries) == 2  # cost records, and totals of model calls
     assert len(chunks) > 1
     assert max(map(len, chunks)) < CHUNK_SIZE + 4096
     assert len(read_focus("".join(chunks))) > 600

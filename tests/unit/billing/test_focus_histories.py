@@ -62,7 +62,10 @@ class History:
         if kind == "minutes":
             create_time_usage(began, HOUR * (number % 4000 + 1) / 60, did, provider="acme")
         elif kind == "calls":
-            create_token_usage(began, str(Decimal(number).scaleb(-9)), 3, agent=did, provider="acme", unpriced=number % 3)
+            create_token_usage(
+                began, str(Decimal(number).scaleb(-9)), 3, agent=did, provider="acme", unpriced=number % 3,
+                model=f"m{number % 2}", input_tokens=number, output_tokens=number % 7,
+            )  # fmt: skip
         elif first := UsageRecord.objects.filter(agent_did=did).order_by("pk").first():
             UsageRecord.objects.filter(pk=first.pk).delete()
 
@@ -86,9 +89,17 @@ class History:
         for statement, text in self.exports.items():
             assert self.export(statement.month) == text
             by_day = read_focus(self.export(statement.month, daily=True))
-            assert sum_column(by_day) == sum_column(read_focus(text)) == statement.total
+            by_line = read_focus(text)
+            assert sum_column(by_day) == sum_column(by_line) == statement.total
+            for column in ("x_InputTokens", "x_OutputTokens", "x_UnpricedCalls"):
+                assert sum_by_model(by_day, column) == sum_by_model(by_line, column)
             rows += by_day
         return rows
+
+
+def sum_by_model(rows: list[Row], column: str) -> dict[str, int]:
+    models = {row["x_Model"] for row in rows}
+    return {model: sum(int(row[column] or 0) for row in rows if row["x_Model"] == model) for model in models}
 
 
 @pytest.fixture

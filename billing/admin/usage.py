@@ -154,7 +154,7 @@ class UsageRecordAdmin(ReadOnlyModelAdmin):
     fieldsets = build_all_fields_fieldset(
         "item", "source", "day", "began_at", "ended_at", "sandbox", "holder", "agent_did", "environment_id", "provider",
         "state", "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros",
-        "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens",
+        "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens", "cache_written_tokens",
         "output_tokens", "usd", "estimated", "estimated_usd",
     )  # fmt: skip
 

@@ -334,9 +334,12 @@ def build_model_cost_field(total: CallTotals, note: Any, *, alarm: bool = False,
         pluralize(total.unpriced, "call", "calls"),
     )
     unpriced = format_html(', <a class="lh-link" href="{}">{} unpriced</a>', href, number) if total.unpriced else ""
-    return SummaryField("Model cost", f"{format_usd(total.spent)} USD", note=format_html("{}{}", note, unpriced), alarm=alarm)
+    estimated = f", {format_usd(total.estimated)} estimated" if total.estimated else ""
+    text = format_html("{}{}{}", note, estimated, unpriced)
+    return SummaryField("Model cost", f"{format_usd(total.spent)} USD", note=text, alarm=alarm)
 
 
 def build_tokens_field(total: CallTotals) -> SummaryField:
-    note = f"{total.cached_tokens:,} input tokens cached" if total.cached_tokens else ""
+    parts = ((total.cached_tokens, "cached"), (total.cache_written_tokens, "written to the cache"))
+    note = ", ".join(f"{count:,} input tokens {label}" for count, label in parts if count)
     return SummaryField("Tokens in / out", f"{total.input_tokens:,} / {total.output_tokens:,}", note=note)

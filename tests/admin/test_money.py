@@ -558,6 +558,16 @@ def test_a_statement_shows_the_corrected_month(viewer: Client, used: Account) ->
     assert [(line["quantity"], line["usd"]) for line in shown["usage"]] == [("10", "2.00")]
 
 
+def test_a_statement_shows_the_tokens_of_each_model(viewer: Client, used: Account) -> None:
+    tokens = {"input_tokens": 1200, "cached_tokens": 800, "output_tokens": 40}
+    create_token_usage(on(LAST), "3", provider="acme", model="claude-opus-4-5", **tokens)
+    price()
+    shown = viewer.get(row_url(close_month(used, LAST, now=NOW)))
+    notes = {line["item"]: line["note"] for line in shown.context["usage"] if line["model"]}
+    assert notes == {"claude-opus-4-5": "1,200 in (800 cached), 40 out"}
+    assert "1,200 in (800 cached), 40 out" in shown.content.decode()
+
+
 def test_an_open_month_is_exported_as_preliminary(viewer: Client, used: Account) -> None:
     shown = viewer.get(row_url(used))
     name, url = shown.context["previews"][-1]

@@ -726,7 +726,7 @@ MUTANTS = (
     ),
     Mutant(
         name="metering-refused-calls-count",
-        path=METERING,
+        path="billing/token_records.py",
         before="return call.kind == LlmCall.Kind.LLM and call.outcome != LlmCall.Outcome.REFUSED",
         after="return call.kind == LlmCall.Kind.LLM",
         tests=[f"{TEST_METERING}::test_calls_of_a_lease_and_model_are_summed_exactly_by_day"],

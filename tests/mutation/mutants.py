@@ -935,16 +935,16 @@ MUTANTS = (
     ),
     Mutant(
         name="spend-limit-without-calls-in-flight",
-        path="billing/budgets/call_admission.py",
-        before='Coalesce("cost", "reserved", ZERO)',
-        after='Coalesce("cost", ZERO)',
+        path="billing/budgets/call_sums.py",
+        before="COALESCE(cost, reserved, 0) - ",
+        after="COALESCE(cost, 0) - ",
         tests=[f"{TEST_CALL_ADMISSION}::test_spend_limit_counts_calls_in_flight_with_their_estimate"],
     ),
     Mutant(
         name="budget-counts-a-changed-price-twice",
-        path="billing/budgets/call_admission.py",
-        before=' - Coalesce("metered_cost", ZERO))',
-        after=")",
+        path="billing/budgets/call_sums.py",
+        before=" - COALESCE(metered_cost, 0)",
+        after="",
         tests=[f"{TEST_CALL_ADMISSION}::test_sum_is_exact_after_every_step_of_a_random_history"],
     ),
     Mutant(

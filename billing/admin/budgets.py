@@ -19,6 +19,7 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from unfold.contrib.filters.admin import ChoicesRadioFilter
 from unfold.decorators import display
+from unfold.widgets import UnfoldAdminTextInputWidget
 
 from billing import budgets
 from billing.admin.budget_usage import (
@@ -91,6 +92,8 @@ ACTIVATE_ACTION = AdminAction(
 
 class PercentListField(forms.Field):
     """Percentages, separated by commas."""
+
+    widget = UnfoldAdminTextInputWidget
 
     def prepare_value(self, value: Any) -> Any:
         return ", ".join(map(str, value)) if isinstance(value, list) else value

@@ -38,6 +38,7 @@ CURRENCY = "USD"
 TAG_PREFIX = "leasehold:"  # of the keys of tags that the provider defines
 FINAL, PRELIMINARY = "final", "preliminary"
 ALLOWANCE_DISCOUNT = "monthly allowance"
+MAX_NAME_LENGTH = 80  # of a model in a description, for which the specification suggests 240 characters
 EXACT = Context(prec=60)  # digits of a quantity (18) times a rate (18)
 UNITS = {
     BillableItem.TIME: "Sandbox-Hours",
@@ -124,10 +125,11 @@ def _build_price(charge: Charge, rate: Rate, quantity: Decimal, usd: Decimal) ->
 def _build_stated_price(charge: Charge) -> Row:
     """Build the price of a charge without a rate, such as model calls: its stated amount, at 1 USD per USD."""
     item = BillableItem(charge.item)
+    model = f" of {charge.model[:MAX_NAME_LENGTH]}" if charge.model else ""
     return {
         **_build_consumption(item, charge.quantity),
         **_build_costs(charge.usd),
-        "ChargeDescription": f"{_describe_correction(charge)}{item.label}, cost as stated{_describe_unpriced(charge)}",
+        "ChargeDescription": f"{_describe_correction(charge)}{item.label}{model}, cost as stated{_describe_unpriced(charge)}",
         "ContractedUnitPrice": Decimal(1),
         "ListUnitPrice": Decimal(1),
         "PricingCategory": "Other",

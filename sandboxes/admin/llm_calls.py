@@ -190,8 +190,8 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
         return format_tokens(row)
 
     @display(description="USD")
-    def price(self, row: LlmCall) -> str:
-        return format_price(row)
+    def price(self, row: LlmCall) -> SafeString:
+        return render_two_lines(format_price(row), "estimated" if row.priced == LlmCall.Priced.ESTIMATE else "")
 
     @display(description="Agent and environment")
     def agent_label(self, row: LlmCall) -> SafeString:

@@ -126,7 +126,9 @@ class ModelRateAdmin(ConsoleModelAdmin):
 
     @display(description="Model")
     def model_label(self, row: TokenRate) -> SafeString:
-        return render_two_lines(row.pattern, "pattern" if row.is_pattern else "")
+        return render_two_lines(
+            format_html('<span class="lh-nowrap">{}</span>', row.pattern), "pattern" if row.is_pattern else ""
+        )
 
     @display(description="Kind")
     def kind_label(self, row: TokenRate) -> SafeString:

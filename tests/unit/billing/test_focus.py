@@ -114,7 +114,10 @@ def test_model_calls_have_their_stated_cost_and_name_the_calls_without_a_price(n
     assert select([calls], *columns) == [("1.2345", "1", "1.2345", "USD", "7", "2", "0.1")]
     tokens = ("x_InputTokens", "x_CachedTokens", "x_CacheWrittenTokens", "x_OutputTokens")
     assert select([calls], "SkuId", "x_Model", *tokens) == [("acme/llm/m", "m", "50", "20", "0", "9")]
-    assert calls["ChargeDescription"] == "model calls, cost as stated: 2 of them have no price, which the cost does not include"
+    assert (
+        calls["ChargeDescription"]
+        == "model calls of m, cost as stated: 2 of them have no price, which the cost does not include"
+    )
     assert select([adjustment], "BilledCost", "ChargeCategory", "x_UnpricedCalls") == [("-0.0045", "Adjustment", "")]
 
 
@@ -198,7 +201,7 @@ def test_a_correction_is_on_the_export_of_the_next_month(november: Account) -> N
             ("Usage", "2026-12-01T00:00:00Z", "2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z", "-1", "-0.98", "-2", "-0.1")
         ]
         assert correction["ChargeDescription"] == (
-            "Correction of 2026-11: model calls, cost as stated; change of the number of calls without a price: -2"
+            "Correction of 2026-11: model calls of m, cost as stated; change of the number of calls without a price: -2"
         )
 
 

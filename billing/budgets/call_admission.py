@@ -8,6 +8,7 @@ from decimal import Decimal
 from uuid import UUID
 
 from billing.budgets import call_sums
+from billing.budgets.call_sums import CALLS
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.model_patterns import is_model_match
 from billing.budgets.periods import get_limit, get_period_bounds, split_period
@@ -50,7 +51,8 @@ def check_call(call: CallReservation, now: datetime) -> Funds:
     The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation."""
     lock = f"ORDER BY id {dialect.row_lock()}"
     applicable = sql.find_all(Budget, f"{HARD_USD_SQL} {lock}", call.holder, to_utc_date(now))
-    hard_budgets = [budget for budget in applicable if is_model_match(budget.model, call.model)]
+    names = {call.model, _find_last_answer(call)} if any(budget.model for budget in applicable) else {call.model}
+    hard_budgets = [budget for budget in applicable if any(is_model_match(budget.model, name) for name in names)]
     if not hard_budgets:
         return NO_LIMIT
     if call.usd is None:
@@ -70,6 +72,14 @@ def check_call(call: CallReservation, now: datetime) -> Funds:
         if _get_disclosure(budget.scope, budget.subject, call.agent_did) == Disclosure.SPENDING
     ]
     return Funds(has_limit=True, remaining=min(known, default=None))
+
+
+def _find_last_answer(call: CallReservation) -> str:
+    """Return the model that answered the lease's last call with the same name, which may be an alias of the upstream's."""
+    answered = "holder = %s AND requested_model = %s AND outcome NOT IN ('open', 'refused')"
+    query = f"SELECT model FROM {CALLS} WHERE {answered} ORDER BY started_at DESC, id DESC LIMIT 1"  # noqa: S608 - no user input
+    rows = sql.fetch_all(query, call.holder, call.model)
+    return str(rows[0][0]) if rows else call.model
 
 
 def _get_disclosure(scope: str, subject: str, agent_did: str) -> Disclosure:

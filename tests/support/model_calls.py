@@ -29,13 +29,15 @@ def open_call(
     return authorization.open_model_call(slot, uuid4().hex, path, model, estimate=estimate, now=now, **options)[0]
 
 
-def close_call(row: LlmCall, tokens: int | None = 1000, *, now: datetime = NOW, outcome: str = "ok", **fields: Any) -> LlmCall:
-    """Settle a call with `tokens` in all, or with unknown usage. Return the row as stored."""
+def close_call(
+    row: LlmCall, tokens: int | None = 1000, *, now: datetime = NOW, outcome: str = "ok", model: str = "", **fields: Any
+) -> LlmCall:
+    """Settle a call with `tokens` in all, or with unknown usage, answered by `model`. Return the row as stored."""
     result = CallResult(LlmCall.Outcome(outcome), 200, estimate=THOUSAND, **fields)
     if tokens is not None:
         result.usage = TokenUsage()
         usage = {"prompt_tokens": tokens // 2, "completion_tokens": tokens - tokens // 2}
-        result.usage.add({"model": row.model, "usage": usage})
+        result.usage.add({"model": model or row.model, "usage": usage})
         result.usage.is_final = True
     settlement.settle_call(row, result, now=now)
     row.refresh_from_db()

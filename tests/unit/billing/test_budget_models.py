@@ -70,6 +70,16 @@ def test_only_calls_of_the_model_are_counted_and_refused(lease: Lease, period: s
     assert open_call(lease, model=HAIKU, now=NOW + MINUTE)
 
 
+def test_an_alias_is_refused_once_the_upstream_has_answered_it_by_the_model(lease: Lease) -> None:
+    create_budget("0.02", "usd", "day", model="claude-opus*")
+    close_call(open_call(lease, model="best"), model=OPUS)  # its model is unknown until it is answered
+    close_call(open_call(lease, model="best"), model=OPUS)
+    with pytest.raises(CallRefused) as caught:
+        open_call(lease, model="best")
+    assert caught.value.code == "budget_exhausted"
+    assert open_call(lease, model="other")
+
+
 def test_exhausted_budget_for_a_model_refuses_no_start_and_ends_no_lease(lease: Lease, grant: Callable[..., Lease]) -> None:
     budget = create_budget("0.01", "usd", model="*opus*")
     close_call(open_call(lease, model=OPUS))

@@ -140,7 +140,7 @@ def _derive_month(begin: date, days: list[date]) -> tuple[int, int, set[date]]:
     return _write_records(_price_lines(lines, rates, exhausted) | model_calls, existing | reallocated)
 
 
-def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[CostKey, int], dict[CostKey, CostAmount]]:
+def _collect_lines(days: Collection[date], rates: Collection[Rate]) -> tuple[dict[CostKey, int], dict[CostKey, CostAmount]]:
     """Return the quantities of `days` that have a rate, in base units, and the amounts of their model calls."""
     account_on = build_account_lookup()
     lines: dict[CostKey, int] = defaultdict(int)
@@ -150,7 +150,8 @@ def _collect_lines(days: Iterable[date], rates: Collection[Rate]) -> tuple[dict[
             account = account_on(agent, day)
             for (item, rate), base_units in quantities:
                 lines[CostKey(day, account, provider, item, agent, environment, holder, rate)] += base_units
-        for (agent, environment, holder, provider), usage in iter_model_usage(day):
+    for day, leases in iter_model_usage(days):
+        for (agent, environment, holder, provider), usage in leases:
             key = CostKey(day, account_on(agent, day), provider, BillableItem.LLM, agent, environment, holder, None)
             model_calls[key] = _build_calls_amount(usage, agent, day)
     return {key: base_units for key, base_units in lines.items() if base_units}, model_calls

@@ -37,9 +37,10 @@ def update_model_totals(days: Collection[date]) -> None:
     """Derive the totals of days of one month from the usage, and those of the month from the difference."""
     account_on = build_account_lookup()
     by_agent: Sums = defaultdict(lambda: NO_USAGE)
-    for day in sorted(days):
+    outdated = _find_days_of_leases(days)
+    for day, usage_of_day in iter_model_usage(days):
         leases: Sums = {}
-        for owner, lease in iter_model_usage(day):
+        for owner, lease in usage_of_day:
             account = account_on(owner.agent_did, day)
             for model, usage in lease.models.items():
                 key = ModelKey(
@@ -48,10 +49,18 @@ def update_model_totals(days: Collection[date]) -> None:
                 leases[key] = usage
                 by_agent[_get_agent_key(key)] = by_agent[_get_agent_key(key)].plus(usage)
         _replace(_load(Period.LEASE_DAY, [day]), leases)
+        outdated.discard(day)
+    for day in outdated:
+        _replace(_load(Period.LEASE_DAY, [day]), {})
     before = _load(Period.AGENT_DAY, days)
     _replace(_load(Period.DAY, days), _sum_agents(by_agent))
     _update_months(before, by_agent)
     _replace(before, by_agent)
+
+
+def _find_days_of_leases(days: Collection[date]) -> set[date]:
+    stored = ModelTotal.objects.filter(period=Period.LEASE_DAY, day__in=sorted(days))
+    return {*stored.order_by().values_list("day", flat=True).distinct()}
 
 
 def delete_model_totals() -> None:

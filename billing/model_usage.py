@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 from uuid import UUID
 
@@ -12,6 +14,7 @@ from django.db.models import Count, Sum
 from billing.models import UsageKind, UsageRecord
 from billing.money_sums import MAX_RECORD_USD, NANOS_PER_UNIT, sum_exact
 
+FETCH_SIZE = 2000  # rows fetched at a time
 MAX_RECORD_NANOS = int(MAX_RECORD_USD) * NANOS_PER_UNIT
 
 
@@ -63,21 +66,28 @@ class LeaseUsage:
         return sum_usage(self.models.values())
 
 
-def iter_model_usage(day: date) -> Iterator[tuple[Owner, LeaseUsage]]:
-    """Yield the usage of each lease on a day, by model. One query.
+def iter_model_usage(days: Iterable[date]) -> Iterator[tuple[date, list[tuple[Owner, LeaseUsage]]]]:
+    """Yield the days with usage, in order, each with the usage of its leases by model. One query.
 
     The cost of a lease and day is limited to MAX_RECORD_USD. The models are cut that exceed the limit in the order of their
     names, so that they always add up to the cost record."""
-    rows = UsageRecord.objects.filter(day=day, item=UsageKind.TOKENS).order_by().values_list(*Owner._fields, "model")
-    sums = rows.annotate(
+    rows = UsageRecord.objects.filter(day__in=sorted(days), item=UsageKind.TOKENS).order_by("day")
+    sums = rows.values_list("day", *Owner._fields, "model").annotate(
         a=Count("pk"), b=Sum("calls"), c=Sum("unpriced"), d=sum_exact("usd"), e=sum_exact("estimated_usd"),
         f=Sum("input_tokens"), g=Sum("cached_tokens"), h=Sum("cache_written_tokens"), i=Sum("output_tokens"),
     )  # fmt: skip
-    size, owners = len(Owner._fields), defaultdict[Owner, dict[str, ModelUsage]](dict)
-    for row in sums:
-        owners[Owner(*row[:size])][row[size]] = ModelUsage(*map(int, row[size + 1 :]))
-    for owner, models in owners.items():
-        yield owner, LeaseUsage(_limit_cost(models), sum(usage.usd for usage in models.values()))
+    size = 1 + len(Owner._fields)
+    for day, of_day in groupby(sums.iterator(chunk_size=FETCH_SIZE), itemgetter(0)):
+        owners = defaultdict[Owner, dict[str, ModelUsage]](dict)
+        for row in of_day:
+            owners[Owner(*row[1:size])][row[size]] = ModelUsage(*map(int, row[size + 1 :]))
+        yield (
+            day,
+            [
+                (owner, LeaseUsage(_limit_cost(models), sum(usage.usd for usage in models.values())))
+                for owner, models in owners.items()
+            ],
+        )
 
 
 def _limit_cost(models: Mapping[str, ModelUsage]) -> dict[str, ModelUsage]:

@@ -22,6 +22,7 @@ REASONS: Mapping[str, str] = {
     "billing.Credit": ACCOUNTING,
     "billing.Membership": CONFIGURED,
     "billing.Meter": "deleted by metering once the sandbox is destroyed and metered",
+    "billing.ModelTotal": "sums of usage records of model calls, which are kept",
     "billing.PeriodTotal": "sums of cost records, which are kept",
     "billing.Rate": CONFIGURED,
     "billing.Statement": ACCOUNTING,

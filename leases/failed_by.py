@@ -18,7 +18,8 @@ END_REASONS: dict[str, FailedBy | None] = {  # of a lease; conditions are not li
     "failed": FailedBy.INFRASTRUCTURE,
 }
 TASK_CODES = failed_by.TASK_CODES | {
-    "agent_run_not_found", "artifact_not_found", "catalog_agent_not_found", "checkout_failed", "coding_task_not_found",
+    "agent_run_not_found", "artifact_not_found", "budget_not_found", "catalog_agent_not_found", "checkout_failed",
+    "coding_task_not_found",
     "conflict", "idempotency_key_reused", "not_closable",
     "environment_not_found", "event_not_found", "invalid", "invalid_pack", "invalid_signature", "length_required",
     "no_active_lease", "queued_run_not_found", "range_not_satisfiable", "repository_not_found", "run_failed", "shell_exists",
@@ -34,7 +35,7 @@ INTERRUPTION_CODES = frozenset({"coding_task_ended", "environment_ended", "queue
 INFRASTRUCTURE_CODES = failed_by.INFRASTRUCTURE_CODES | {
     "agent_run_closed", "coding_task_busy", "database_unavailable", "error", "internal", "lease_error",
     "idempotency_in_progress", "mcp_not_installed",
-    "repository_unavailable", "shell_decryption_failed", "stop_incomplete", "stream_server_unavailable",
+    "repository_unavailable", "shell_decryption_failed", "stop_incomplete", "stream_server_unavailable", "totals_pending",
 }  # fmt: skip
 
 

@@ -42,8 +42,8 @@ EXPECTED_NAMES = {
     (404, 200): (
         "leases_get leases_timeline_list leases_release leases_turns_list leases_runs_list leases_agent_runs_list "
         "leases_processes_list leases_shells_list leases_snapshots_list leases_chat_list leases_artifacts_list "
-        "leases_audit_list leases_sessions_list leases_calls_list leases_connections_list leases_records_list "
-        "environments_get environments_post_condition environments_get_coding_task agents_get "
+        "leases_audit_list leases_sessions_list leases_calls_list leases_calls_totals leases_connections_list "
+        "leases_records_list environments_get environments_post_condition environments_get_coding_task agents_get "
     ),
     (404, 410): (
         "leases_renew leases_exec leases_exec_stream leases_take_turn leases_agent_runs_create leases_restart "
@@ -65,8 +65,8 @@ EXPECTED_NAMES = {
         "environments_add_participants "
         "environments_remove_participant environments_create_coding_task environments_create_secret inventory_list "
         "inventory_get inventory_destroy inventory_adopt templates_create templates_delete agents_create statements_list "
-        "statements_get model_rates_list model_rates_create budgets_create budgets_update budgets_delete budgets_list_top_ups "
-        "budgets_top_up "
+        "statements_get statements_export_focus model_rates_list model_rates_create budgets_create budgets_update "
+        "budgets_delete budgets_list_top_ups budgets_top_up "
     ),
 }
 EXPECTED = {name: statuses for statuses, names in EXPECTED_NAMES.items() for name in names.split()}

@@ -20,18 +20,22 @@ DAY = timedelta(days=1)
 BY = ("agent", "provider", "day", "account", "item", "model", "model_provider")
 
 
-def check_period_totals() -> None:
-    """Compare the reports from totals with those from records, over ranges that cut months. Nothing to do without totals."""
+def check_period_totals(*, full: bool = True) -> None:
+    """Compare the reports from totals with those from records, over ranges that cut months. Nothing to do without totals.
+
+    Not `full`: a few of the reports, for a check after each test."""
     if not PeriodTotal.are_valid():
         return
-    for filters in list_filters():
-        for by in BY if not filters else ("agent", "account"):
+    choices = list_filters() if full else [{}, *list_filters()[-1:]]
+    for filters in choices:
+        for by in BY if full and not filters else ("agent", "account"):
             found, expected = (build_report(by, filters, from_records=each) for each in (False, True))
             assert found == expected, (by, filters)
         if "since" in filters and "until" in filters:
             assert sum_days(filters, from_records=False) == sum_days(filters, from_records=True), filters
-    for filters in ({}, list_filters()[-1]):
-        assert len({sum_report(by, filters) for by in GROUP_BY_COLUMNS}) == 1, filters
+    for filters in ({}, choices[-1]):
+        groups = GROUP_BY_COLUMNS if full else ("item", "model")
+        assert len({sum_report(by, filters) for by in groups}) == 1, filters
     if not Unpriced.objects.exists():
         check_models()
     assert not PeriodTotal.objects.filter(records=0).exists()

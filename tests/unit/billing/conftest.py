@@ -21,7 +21,7 @@ def compare_totals(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test of costs: the totals by day and month are the sums of the records that the test has left."""
     yield
     if request.node.get_closest_marker("django_db") and not request.path.name.startswith(TESTS_OF_BUDGETS):
-        check_period_totals()
+        check_period_totals(full=False)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from typing import Any
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.prefix_index import PrefixIndex
+
 
 class Authentication(models.TextChoices):
     """Proof with which the agent writes to its repository."""
@@ -92,6 +94,8 @@ class AtprotoRecord(models.Model):
             models.Index(fields=["-created_at", "-id"], name="atprotorecord_newest"),
             models.Index(fields=["lease", "-created_at"], name="atprotorecord_lease"),
             models.Index(fields=["next_attempt_at"], condition=Q(status="pending"), name="atprotorecord_due"),
+            PrefixIndex(fields=["agent_did"], name="atprotorecord_agent_prefix"),
+            PrefixIndex(fields=["record_key"], name="atprotorecord_key_prefix"),
         ]
 
     def __str__(self) -> str:

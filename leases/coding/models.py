@@ -10,6 +10,7 @@ from django.db.models import Q, Value
 from django.utils import timezone
 
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
+from sandboxes.db.prefix_index import PrefixIndex
 
 BRANCH_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*"
 BRANCH_DESCRIPTION = "a branch name of letters, digits and - _, with single . and / between them"
@@ -149,6 +150,8 @@ class CodingTask(models.Model):
         indexes = [
             models.Index(fields=["-created_at", "-id"], name="codingtask_newest"),
             models.Index(fields=["next_poll_at"], condition=Q(next_poll_at__isnull=False), name="codingtask_poll"),
+            PrefixIndex(fields=["title"], name="codingtask_title_prefix"),
+            PrefixIndex(fields=["branch"], name="codingtask_branch_prefix"),
         ]
 
     def __str__(self) -> str:

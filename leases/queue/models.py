@@ -71,7 +71,12 @@ class QueuedRun(models.Model):
         ]
         indexes = [
             models.Index(fields=["-queued_at", "-id"], name="queuedrun_newest"),
-            models.Index(fields=["agent_did", "-queued_at", "-id"], name="queuedrun_agent"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(
+                fields=["agent_did", "-queued_at", "-id"],
+                opclasses=["varchar_pattern_ops", "timestamptz_ops", "uuid_ops"],
+                name="queuedrun_agent_prefix",
+            ),
             models.Index(fields=["agent_did", "-priority", "queued_at"], condition=Q(state="queued"), name="queuedrun_pending"),
             models.Index(fields=["state"], condition=Q(ended_at__isnull=True), name="queuedrun_open"),
             models.Index(fields=["expires_at"], condition=Q(state="queued"), name="queuedrun_expiry"),

@@ -27,6 +27,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
+from sandboxes.admin.base.owner_search import MAX_OWNERS_LISTED
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Event, Webhook
@@ -145,6 +146,17 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     )
     row_actions = {"again": REDELIVER_ACTION}
     bulk_actions = {"again_all": REDELIVER_ACTION}
+
+    def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
+        """Find the deliveries of the webhooks and events that match, see sandboxes.admin.base.owner_search."""
+        term = search_term.strip()
+        if len(term.split()) != 1:
+            return super().get_search_results(request, queryset, search_term)
+        webhooks = [*Webhook.objects.filter(url__contains=term).values_list("pk", flat=True)]
+        events = [*Event.objects.filter(key__startswith=term).values_list("pk", flat=True)[: MAX_OWNERS_LISTED + 1]]
+        if len(events) > MAX_OWNERS_LISTED:
+            return super().get_search_results(request, queryset, search_term)
+        return queryset.filter(Q(event__in=events) | Q(webhook__in=webhooks)), False
 
     @display(description="Event")
     def event_label(self, row: Delivery) -> SafeString:

@@ -5,6 +5,8 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.prefix_index import PrefixIndex
+
 ACTIVE_KEY_FILTER = Q(retired_at__isnull=True, revoked_at__isnull=True)
 
 
@@ -78,7 +80,14 @@ class MintedToken(models.Model):
             models.Index(fields=["-at", "-jti"], name="mintedtoken_newest"),
             models.Index(fields=["key", "-at"], name="mintedtoken_key"),
             models.Index(fields=["holder", "-at"], name="mintedtoken_holder"),
-            models.Index(fields=["agent_did", "-at"], name="mintedtoken_agent"),
+            # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
+            models.Index(
+                fields=["agent_did", "-at"],
+                opclasses=["varchar_pattern_ops", "timestamptz_ops"],
+                name="mintedtoken_agent_prefix",
+            ),
+            PrefixIndex(fields=["aud"], name="mintedtoken_aud_prefix"),
+            PrefixIndex(fields=["lxm"], name="mintedtoken_lxm_prefix"),
         ]
 
     def __str__(self) -> str:

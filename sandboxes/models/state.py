@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from django.db import models
 from django.db.models import Q, Value
 
+from sandboxes.db.prefix_index import PrefixIndex
+
 KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # part of every key, so that pruning knows the age of an object
 
 
@@ -282,6 +284,7 @@ class DataEvent(models.Model):
         indexes = [
             models.Index(fields=["holder", "-at", "-id"], name="dataevent_holder"),
             models.Index(fields=["-at", "-id"], name="dataevent_newest"),
+            PrefixIndex(fields=["path"], name="dataevent_path_prefix"),
         ]
 
     def __str__(self) -> str:

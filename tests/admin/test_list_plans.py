@@ -13,9 +13,22 @@ from pytest_django import DjangoDbBlocker
 
 from billing.admin.usage import UsageRecordAdmin
 from billing.models import UsageRecord
-from leases.models import Lease, Turn
+from leases.atproto.models import AtprotoRecord
+from leases.coding.models import CodingTask, Repository
+from leases.models import Environment, Lease, QueuedRun, Turn
 from sandboxes.admin.base import owner_search
-from sandboxes.models import EgressConnection, LlmCall, Pool, Reading, Run
+from sandboxes.models import (
+    DataEvent,
+    Delivery,
+    EgressConnection,
+    LlmCall,
+    MintedToken,
+    Pool,
+    Reading,
+    Run,
+    SigningKey,
+    Webhook,
+)
 from tests.admin.conftest import NOW, run
 from tests.bench.history import IN_GAME, RUNS_PER_LEASE, SANDBOX_ID, insert, insert_history
 from tests.support.plans import find_growing_tables, list_full_reads
@@ -27,8 +40,9 @@ pytestmark = [
 ]
 RUNS = 30_000
 GROWING = {
-    "billing_costrecord", "billing_usagerecord", "leases_lease", "leases_turn", "sandboxes_egressconnection", "sandboxes_event",
-    "sandboxes_llmcall", "sandboxes_reading", "sandboxes_run", "sandboxes_sandbox",
+    "billing_costrecord", "billing_usagerecord", "leases_atprotorecord", "leases_codingtask", "leases_lease",
+    "leases_queuedrun", "leases_turn", "sandboxes_dataevent", "sandboxes_delivery", "sandboxes_egressconnection",
+    "sandboxes_event", "sandboxes_llmcall", "sandboxes_mintedtoken", "sandboxes_reading", "sandboxes_run", "sandboxes_sandbox",
 }  # fmt: skip
 BY_SANDBOX = ("sandbox__agent_did", "sandbox__environment_id")
 SEARCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -51,6 +65,14 @@ INDEXES = {
     "leases/lease/?slice=history&q=nothing": ["lease_agent_prefix", "lease_environment_prefix"],
     "billing/usagerecord/?slice=all&q=nothing": ["usage_agent_prefix", "usage_environment_prefix"],
     "billing/costrecord/?slice=all&q=nothing": ["cost_agent_prefix", "cost_environment_prefix"],
+    "sandboxes/dataevent/?slice=all&q=nothing": ["dataevent_path_prefix"],
+    "sandboxes/mintedtoken/?slice=all&q=nothing": [
+        "mintedtoken_agent_prefix", "mintedtoken_aud_prefix", "mintedtoken_lxm_prefix"
+    ],
+    "sandboxes/delivery/?slice=all&q=nothing": ["event_key_prefix"],
+    "leases/queuedrun/?slice=all&q=nothing": ["queuedrun_agent_prefix"],
+    "leases/atprotorecord/?slice=all&q=nothing": ["atprotorecord_agent_prefix", "atprotorecord_key_prefix"],
+    "leases/codingtask/?slice=all&q=nothing": ["codingtask_title_prefix", "codingtask_branch_prefix"],
 }  # fmt: skip
 TERMS = ["nothing", "game-17", "game-2", "did:plc:a77", "did:plc:a7", "did:", "did:plc:a77 game-17"]
 
@@ -74,9 +96,37 @@ def history(grant: Callable[..., Lease], pool: Pool) -> Lease:
     insert(LlmCall, rows, {**calls, "call_id": "'call ' || n", "model": "'model-' || mod(n, 50)"}, outcome="ok", cost=1)
     connections = {**calls, "connection_id": "'connection ' || n", "domain": "'host-' || mod(n, 50)"}
     insert(EgressConnection, rows, connections, port=443, outcome="ok")
+    insert_side_tables(lease, rows, at)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
     return lease
+
+
+def insert_side_tables(lease: Lease, rows: str, at: str) -> None:
+    """Insert rows of the tables that the history of the benchmarks does not have."""
+    agent, uuid = "'did:plc:a' || mod(n, 500)", "md5('row ' || n)::uuid"
+    insert(DataEvent, rows, {"agent_did": agent, "at": at, "path": "'memory/' || n"}, kind="conflict")
+    key = SigningKey.objects.create(agent_did="did:plc:key", public_key="zkey", sealed=b"", created_at=NOW)
+    token = {"jti": uuid, "agent_did": agent, "at": at, "expires_at": f"{at} + INTERVAL '1 minute'", "aud": "'did:web:' || n"}
+    insert(MintedToken, rows, token, key_id=key.pk, lxm="app.game.move")
+    for number in range(10):
+        webhook = Webhook.objects.create(url=f"https://receiver{number}.test/", created_at=NOW, sealed=b"")
+        insert(Delivery, "sandboxes_event n", {"event_id": "n.id"}, webhook_id=webhook.pk, asked_at=NOW, delivered_at=NOW)
+    queued = {"id": uuid, "agent_did": agent, "queued_at": at, "available_at": at, "expires_at": f"{at} + INTERVAL '1 minute'"}
+    insert(QueuedRun, rows, queued, pool_id=lease.pool_id, request={}, state="failed", ended_at=NOW)
+    record = {"id": uuid, "agent_did": agent, "created_at": at, "record_key": "'key-' || n", "give_up_at": at}
+    insert(AtprotoRecord, rows, record, lease_id=lease.pk, collection="game.move", status="failed", ended_at=NOW)
+    repository = Repository.objects.create(name="repository", clone_url="https://forge.test/a.git")
+    environment = {"id": "'task-' || n", "created_at": at, "started_at": at, "ended_at": at}
+    insert(Environment, rows, environment, type_id=lease.environment_type_id, end_reason="unused", project_id=1)
+    task = {
+        "id": uuid,
+        "environment_id": "'task-' || n",
+        "created_at": at,
+        "title": "'title ' || n",
+        "branch": "'branch-' || n",
+    }
+    insert(CodingTask, rows, task, repository_id=repository.pk, base_branch="main")
 
 
 def list_page_reads(client: Client, path: str) -> list[str]:

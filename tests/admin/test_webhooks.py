@@ -163,6 +163,9 @@ def test_an_event_shows_its_payload_and_deliveries(
     assert list_rows(viewer, f"{EVENTS}?q={event.pk}") == [event]
     assert list_rows(viewer, f"{EVENTS}?q={lease.pk}") == [event]
     assert list_rows(viewer, f"{EVENTS}?q=nobody") == []
+    for term in (str(lease.pk)[:8], receiver.url[-6:], f"{str(lease.pk)[:8]} {receiver.url[-6:]}"):
+        assert list_rows(viewer, f"{DELIVERIES}?slice=all&q={term}") == list(event.deliveries.all()), term
+    assert list_rows(viewer, f"{DELIVERIES}?slice=all&q=nobody") == []
     assert list_rows(viewer, f"{DELIVERIES}?slice=all&webhook__id__exact={webhook.pk}") == list(event.deliveries.all())
     assert list_rows(viewer, f"{DELIVERIES}?slice=all&event__id__exact={event.pk}") == list(event.deliveries.all())
 

@@ -4,15 +4,20 @@ from typing import Any
 
 import pytest
 from django.apps import apps
+from django.contrib import admin
 from django.db import connection
 from django.db.models import CharField, Index, Model, UniqueConstraint
 
 from billing.models import CostRecord, UsageRecord
-from leases.models import Lease
+from leases.atproto.models import AtprotoRecord
+from leases.coding.models import CodingTask
+from leases.models import Lease, QueuedRun
+from leases.retention import permanent
 from sandboxes.db.prefix_index import PrefixIndex
-from sandboxes.models import EgressConnection, Event, LlmCall, Sandbox
+from sandboxes.models import DataEvent, EgressConnection, Event, LlmCall, MintedToken, Sandbox
 
 PATTERN = "varchar_pattern_ops"
+OWN_APPS = ("leases", "billing", "sandboxes")
 SEARCHED: list[tuple[type[Model], str, str]] = [
     (CostRecord, "agent_did", "cost_agent_prefix"),
     (CostRecord, "environment_id", "cost_environment_prefix"),
@@ -26,16 +31,47 @@ SEARCHED: list[tuple[type[Model], str, str]] = [
     (EgressConnection, "environment_id", "egressconn_environment_prefix"),
     (EgressConnection, "domain", "egressconn_domain_prefix"),
     (Sandbox, "environment_id", "sandbox_environment_prefix"),
+    (MintedToken, "agent_did", "mintedtoken_agent_prefix"),
+    (QueuedRun, "agent_did", "queuedrun_agent_prefix"),
 ]
 SEARCHED_BY_PREFIX_ONLY: list[tuple[type[Model], str, str]] = [
     (LlmCall, "model", "llmcall_model_prefix"),
     (Event, "key", "event_key_prefix"),
+    (DataEvent, "path", "dataevent_path_prefix"),
+    (MintedToken, "aud", "mintedtoken_aud_prefix"),
+    (MintedToken, "lxm", "mintedtoken_lxm_prefix"),
+    (AtprotoRecord, "agent_did", "atprotorecord_agent_prefix"),
+    (AtprotoRecord, "record_key", "atprotorecord_key_prefix"),
+    (CodingTask, "title", "codingtask_title_prefix"),
+    (CodingTask, "branch", "codingtask_branch_prefix"),
 ]
+PREFIX = "__startswith"
+
+
+def test_each_search_by_prefix_in_a_growing_table_has_an_index() -> None:
+    """Columns of another table are searched there first (sandboxes.admin.base.owner_search)."""
+    admin.autodiscover()
+    fields = [
+        (model, field.removesuffix(PREFIX))
+        for model, page in admin.site._registry.items()
+        for field in page.search_fields
+        if model._meta.app_label in OWN_APPS and field.endswith(PREFIX) and model._meta.label not in permanent.REASONS
+    ]
+    own = [(model, column) for model, column in fields if "__" not in column.replace("environment__pk", "environment")]
+    assert len(own) > 20
+    assert [f"{model._meta.label}.{column}" for model, column in own if not has_prefix_index(model, column)] == []
+
+
+def has_prefix_index(model: type[Model], column: str) -> bool:
+    """Return whether the index of a field, to which Django adds one for prefixes, or one with the operator class exists."""
+    field = model._meta.pk if column == "pk" else model._meta.get_field(column.partition("__")[0])
+    indexes = [each for each in model._meta.indexes if each.fields and each.fields[0] == column]
+    return field.db_index or field.unique or any(each.opclasses[0] == PATTERN for each in indexes if each.opclasses)
 
 
 def test_no_index_repeats_the_first_columns_of_another() -> None:
     """Each index is written with each row. One over the first columns of another finds nothing that the other does not find."""
-    models = [model for model in apps.get_models() if model._meta.app_label in ("leases", "billing", "sandboxes")]
+    models = [model for model in apps.get_models() if model._meta.app_label in OWN_APPS]
     assert [name for model in models for name in find_redundant_indexes(model)] == []
 
 
@@ -101,7 +137,7 @@ def test_an_index_finds_a_prefix_on_postgresql(model: type[Model], column: str, 
 def test_an_index_for_prefixes_alone_is_empty_on_sqlite(model: type[Model], column: str, index: str) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT sql FROM sqlite_master WHERE name = %s", [index])
-        assert cursor.fetchone()[0].endswith('WHERE "id" IS NULL')
+        assert cursor.fetchone()[0].endswith(f'WHERE "{model._meta.pk.column}" IS NULL')
     assert index not in explain_by_index(model, index, **{column: "game"})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 import structlog
-from django.db.models import F, QuerySet
+from django.db.models import F, OuterRef, QuerySet, Subquery
 
 from leases.atproto import accounts
 from leases.atproto.models import AtprotoAccount, AtprotoRecord, RecordStatus
@@ -35,8 +35,11 @@ MAX_SAFE_INTEGER = (1 << 53) - 1  # https://atproto.com/specs/data-model
 TID_ALPHABET = "234567abcdefghijklmnopqrstuvwxyz"
 TID_CLOCK_BITS = 10
 ATTEMPT_CLAIM = timedelta(minutes=3)  # longer than the requests of one attempt take
+SLOW_FAILURE = timedelta(seconds=5)  # after which a pass sends this server no further request
 MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = timedelta(seconds=30), timedelta(hours=1)
 GIVE_UP_AFTER = timedelta(hours=24)
+# At which the agent of a record has an account; None without an account.
+SERVER_URL = Subquery(AtprotoAccount.objects.filter(agent_did=OuterRef("agent_did")).values("service_url")[:1])
 NOT_PERMITTED = "The policy of the environment type does not permit this collection."
 
 
@@ -113,15 +116,26 @@ def retry(row: AtprotoRecord, *, now: datetime, actor: str = "") -> bool:
 
 
 def create_due_records(*, now: datetime, limit: int = 500) -> SweepResult:
-    """Request the creation of the records that are due."""
-    result = SweepResult()
+    """Request the creation of the records that are due.
+
+    A server that does not answer costs a pass the time of one request: the other records for it are postponed."""
+    result, silent = SweepResult(), set[str]()
     clock = clock_from(now)
-    for pk in list(find_due(now=now).values_list("pk", flat=True)[:limit]):
+    for pk, server in find_due(now=now).annotate(server=SERVER_URL).values_list("pk", "server")[:limit]:
         if clock() - now >= PASS_TIME_LIMIT:
             break
+        if server in silent:
+            continue
         note_progress()
+        started = clock()
         try:
-            result.note(attempt(pk, now=clock(), actor="sweep"))
+            outcome = attempt(pk, now=started, actor="sweep")
+            result.note(outcome)
+            if server and outcome == "postponed" and clock() - started >= SLOW_FAILURE:
+                silent.add(server)
+                agents = AtprotoAccount.objects.filter(service_url=server).values("agent_did")
+                others = find_due(now=now).filter(agent_did__in=agents)
+                result.note("postponed", others.update(next_attempt_at=now + MIN_RETRY_INTERVAL))
         except Exception as failed:  # its claim passes, and the others are requested meanwhile
             log.exception("record not requested", record=str(pk))
             result.failures.append(f"record {pk}: {failed}")

@@ -14,7 +14,7 @@ from leases import conditions
 from leases.coding import repositories, tasks
 from leases.coding.forges import ForgeError, PullRequest
 from leases.coding.git import GitError, InvalidCloneUrl
-from leases.coding.models import CodingTask, CodingTaskStatus, CompletesOn
+from leases.coding.models import CodingTask, CodingTaskStatus, CompletesOn, Repository
 from leases.errors import RepositoryUnavailable
 from leases.models import Lease
 from leases.tasks import enqueue_reclaim
@@ -25,21 +25,22 @@ from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
 log = structlog.get_logger(__name__)
 TASK_COMPLETE, MERGED, CLOSED = "task.complete", "pr.merged", "pr.closed"  # conditions
+SERVER_COLUMNS = ("repository__api_url", "repository__clone_url")
 MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = timedelta(minutes=1), timedelta(hours=1)
-SLOW_FAILURE = timedelta(seconds=5)  # after which a pass asks this forge no more for the repository
+SLOW_FAILURE = timedelta(seconds=5)  # after which a pass sends this forge no further request
 POLL_CLAIM = timedelta(minutes=5)  # longer than requests to a forge take
 
 
 def poll_pull_requests(*, now: datetime, limit: int = 100) -> SweepResult:
     """Open the pull requests of pushed branches, and read the state of open ones. Abandon tasks whose environment ended.
 
-    A forge that does not answer costs a pass the time of one request: the other tasks of its repository are postponed."""
-    result, silent = SweepResult(), set[int]()
+    A forge that does not answer costs a pass the time of one request: the other tasks of its repositories are postponed."""
+    result, silent = SweepResult(), set[tuple[str, str]]()
     clock = clock_from(now)
-    for pk, repository in list(find_due(now=now).values_list("pk", "repository_id")[:limit]):
+    for pk, *server in list(find_due(now=now).values_list("pk", *SERVER_COLUMNS)[:limit]):
         if clock() - now >= PASS_TIME_LIMIT:
             break
-        if repository in silent:
+        if (forge := _name_forge(*server)) in silent:
             continue
         note_progress()
         started = clock()
@@ -47,15 +48,19 @@ def poll_pull_requests(*, now: datetime, limit: int = 100) -> SweepResult:
             outcome = propose_or_poll(pk, now=started, actor="sweep")
             result.note(outcome)
             if outcome == "failed" and clock() - started >= SLOW_FAILURE:
-                silent.add(repository)
-                result.note(
-                    "postponed", find_due(now=now).filter(repository=repository).update(next_poll_at=now + MIN_POLL_INTERVAL)
-                )
+                silent.add(forge)
+                others = find_due(now=now).filter(repository__in=Repository.objects.filter(**dict([forge])))
+                result.note("postponed", others.update(next_poll_at=now + MIN_POLL_INTERVAL))
         except Exception as failed:  # its claim passes, and the others are polled meanwhile
             log.exception("pull request not polled", task=str(pk))
             result.failures.append(f"task {pk}: {failed}")
     result.note("abandoned", tasks.abandon_unsubmitted(now=now))
     return result
+
+
+def _name_forge(api_url: str, clone_url: str) -> tuple[str, str]:
+    """Return the column and the value that the repositories at a forge share. A bare repository has none in common."""
+    return ("api_url", api_url) if api_url else ("clone_url", clone_url)
 
 
 def find_due(*, now: datetime) -> QuerySet[CodingTask]:

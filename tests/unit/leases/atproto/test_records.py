@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from uuid import uuid4
 
 import pytest
 
@@ -141,6 +142,26 @@ def test_an_unreachable_server_is_given_up_after_a_day(recorded: Lease, pds: Pds
     assert sweep(23 * 60) == {"postponed": 1}
     assert sweep(25 * 60) == {"refused": 1}
     assert get_record().status == "failed" and "503" in get_record().error
+
+
+def test_a_server_that_does_not_answer_costs_a_pass_one_request(
+    recorded: Lease, pds: Pds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More records than a pass reads wait for it, of several agents, in front of the record of a server that answers."""
+    monkeypatch.setattr(records, "SLOW_FAILURE", timedelta(0))
+    take_turn(recorded)
+    waiting = get_record()
+    row = {field.attname: getattr(waiting, field.attname) for field in AtprotoRecord._meta.fields}
+    for number in range(3):
+        agent = f"did:plc:silent{number}"
+        accounts.set_account(agent, service_url="http://127.0.0.1:1", service_did="did:web:silent", now=NOW)
+        signing.create_key(agent, now=NOW)
+        AtprotoRecord.objects.create(
+            **row | {"id": uuid4(), "agent_did": agent, "turn_number": 10 + number, "next_attempt_at": NOW - MINUTE}
+        )
+    assert records.create_due_records(now=NOW, limit=3).counts == {"postponed": 3}
+    assert [each.attempts for each in AtprotoRecord.objects.exclude(pk=waiting.pk).order_by("-attempts")] == [1, 0, 0]
+    assert records.create_due_records(now=NOW, limit=3).counts == {"created": 1}
 
 
 def test_a_record_waits_for_the_agents_account(recorded: Lease, pds: Pds) -> None:

@@ -101,15 +101,18 @@ def test_lost_answer_of_the_creation_leaves_one_pull_request(forge: Forge, lease
 def test_a_forge_that_does_not_answer_costs_a_pass_one_request(
     forge: Forge, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tasks than a pass reads wait for it, in front of the task of a forge that answers."""
+    """More tasks than a pass reads wait for it, in several repositories, in front of the task of a forge that answers."""
     waiting = create_task(forge, lease)
-    silent = repositories.save("silent", now=NOW, clone_url=forge.clone_url, forge="github", api_url=forge.api_url,
-                               forge_project=PROJECT)[0]  # fmt: skip
+    silent = [
+        repositories.save(f"silent-{number}", now=NOW, clone_url=forge.clone_url, forge="github",
+                          api_url=f"{forge.api_url}/", forge_project=PROJECT)[0]
+        for number in range(3)
+    ]  # fmt: skip
     rows = [{field.attname: getattr(waiting, field.attname) for field in CodingTask._meta.fields} for _ in range(3)]
     for number, row in enumerate(rows):
         environment = Environment.objects.create(pk=f"silent-{number}", type=waiting.environment.type)
         CodingTask.objects.create(**row | {
-            "id": uuid4(), "environment_id": environment.pk, "repository_id": silent.pk, "branch": f"b{number}",
+            "id": uuid4(), "environment_id": environment.pk, "repository_id": silent[number].pk, "branch": f"b{number}",
             "next_poll_at": NOW - MINUTE,
         })  # fmt: skip
     monkeypatch.setattr(pull_requests, "SLOW_FAILURE", timedelta(0))

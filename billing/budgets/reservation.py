@@ -16,6 +16,7 @@ from django.db.models import Count, Q
 from billing import pricing
 from billing.budgets.periods import get_limit, get_period_bounds, get_spent
 from billing.budgets.scopes import find_open_tabs
+from billing.dates import EPOCH
 from billing.instance_types import SandboxSize
 from billing.intervals import MICROSECOND
 from billing.models import Budget, Rate, Watermark
@@ -45,7 +46,8 @@ class ReservationBasis:
 
     @classmethod
     def load(cls) -> "ReservationBasis":
-        return cls([*Rate.objects.all()], dict(Watermark.objects.filter(name__in=("time", "costs")).values_list("name", "at")))
+        marks = Watermark.objects.filter(name__in=("time", "costs"), at__gt=EPOCH)  # a lock before the first pass leaves EPOCH
+        return cls([*Rate.objects.all()], dict(marks.values_list("name", "at")))
 
 
 def get_stop_delay(budget: Budget) -> timedelta:

@@ -10,8 +10,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from billing import budgets
+from billing.dates import EPOCH
 from billing.errors import BudgetExhausted
-from billing.models import Budget, CostRecord
+from billing.models import Account, Budget, CostRecord, Membership, Watermark
 from leases.models import Lease
 from sandboxes.models import Sandbox
 from tests.conftest import MINUTE, NOW
@@ -83,6 +84,16 @@ def test_time_that_is_not_metered_yet_is_reserved_within_the_period_only(acquire
     assert reserve(daily, 2 * MINUTE) == 4  # minutes: from the last metering, at the latest a minute before the sum at NOW
     assert reserve(hourly, 2 * MINUTE) == 3  # from NOW, the start of the hour
     assert reserve(hourly, HOUR - MINUTE / 2) == 60  # until the end of the hour
+
+
+def test_a_membership_before_the_first_pricing_pass_reserves_no_past_time(acquire) -> None:
+    """The membership locks the watermark of the costs, which no pass has advanced yet."""
+    create_rate("time", "1.2", "2021-01-01", provider="memory")
+    budget = create_budget(5, "usd", period="month", grace=NO_GRACE)
+    Membership.objects.create(agent_did=ADA, account=Account.objects.create(name="team"))
+    assert Watermark.objects.get(name="costs").at == EPOCH
+    run_command(acquire())
+    assert budgets.compute_reservation(budget, now=NOW) == Decimal("0.02")  # the minute until the next pass
 
 
 def test_small_budget_is_not_exceeded_by_sandbox_time(acquire) -> None:

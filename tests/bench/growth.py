@@ -91,7 +91,8 @@ def main() -> None:
             with _database(name):
                 seconds = measure_seconds(lambda size=size: fill(pool, size, now=now))  # type: ignore[misc]
                 print(f"  {size:,} runs and their rows inserted in {seconds:.0f} s, {_get_size()}", flush=True)
-                Watermark.hold(COSTS_WATERMARK, now)  # as of a pricing pass: without one there is nothing to derive
+                # As of a pricing pass: without one there is nothing to derive.
+                Watermark.objects.update_or_create(name=COSTS_WATERMARK, defaults={"at": now})
                 seconds = measure_seconds(period_totals.derive_missing_totals)
                 assert PeriodTotal.are_valid()
                 print(f"  totals of their costs derived in {seconds:.0f} s", flush=True)

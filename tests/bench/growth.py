@@ -152,9 +152,12 @@ def measure_retention(lease: Lease) -> None:
 
 
 def _open_lease(pool: Pool, number: int, now: datetime) -> Lease:
+    # Longer than the insertion of the rows takes: the two databases share the sandboxes of the memory provider.
+    lasting = timedelta(hours=3)
     request = LeaseRequest(
-        agent_did=f"did:plc:open{number}", environment_id=f"open-{number}", environment_type="catan", pool=pool.name
-    )
+        agent_did=f"did:plc:open{number}", environment_id=f"open-{number}", environment_type="catan", pool=pool.name,
+        ttl=lasting, sleep_after=lasting,
+    )  # fmt: skip
     lease = leasing.acquire(request, now=now)[0]
     _run(lease)
     return lease

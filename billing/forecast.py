@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from billing import budgets, pricing
 from billing.dates import start_of_day, start_of_next_month, to_utc_date
 from billing.models import BillableItem, Budget
-from billing.models.budgets import Period
+from billing.models.budgets import Period, Unit
 from billing.money_sums import nanos_to_decimal
 from billing.totals import find_first_day_of_time, sum_amounts
 from billing.uncertainty import Uncertainty
@@ -145,7 +145,7 @@ def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
     until = min(start_of_day(today + DAY), ends) if ends else start_of_day(today + DAY)
     rest_of_today = max(pace * _count_days(until - start_of_day(today)) - days.get(today, NOTHING).without_plans, Fraction(0))
     expected = spent + rest_of_today
-    at_end = pricing.round_half_up(expected + pace * _count_days(ends - until)) if ends and recent else None
+    at_end = _round(budget, expected + pace * _count_days(ends - until)) if ends and recent else None
     left, last_day = Fraction(budgets.get_limit(budget, now)) - expected, to_utc_date(ends - MINUTE) if ends else date.max
     number = max(math.ceil(left / pace), 0) if pace else 0 if left <= 0 else math.inf
     runs_out = today + timedelta(days=number) if number <= (last_day - today).days else None
@@ -155,7 +155,11 @@ def forecast_budget(budget: Budget, now: datetime) -> BudgetForecast:
 def _extrapolate_hour(budget: Budget, began: datetime, ends: datetime, now: datetime) -> BudgetForecast:
     expected = Fraction(budgets.get_spent(budget, now)) * ((ends - began) // MINUTE) / max((now - began) // MINUTE, 1)
     is_over = expected >= Fraction(budgets.get_limit(budget, now))
-    return BudgetForecast(to_utc_date(now) if is_over else None, None, pricing.round_half_up(expected))
+    return BudgetForecast(to_utc_date(now) if is_over else None, None, _round(budget, expected))
+
+
+def _round(budget: Budget, amount: Fraction) -> Decimal:
+    return pricing.round_half_up(amount, places=0) if budget.unit == Unit.TOKENS else pricing.round_half_up(amount)
 
 
 def _count_days(duration: timedelta) -> Fraction:

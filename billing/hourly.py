@@ -11,16 +11,16 @@ from typing import Any
 from uuid import UUID
 
 from django.db.models import Count, DateField, DurationField, ExpressionWrapper, F, Q, QuerySet, Sum, Value
-from django.db.models.functions import Coalesce, Greatest, Least
+from django.db.models.functions import Greatest, Least
 
 from billing import pricing
+from billing.call_measures import TOKENS, USD, CallMeasure, build_uncertainty, sum_estimated_tokens
 from billing.costs import iter_sandbox_usage, split_by_rate
 from billing.dates import to_utc_date
 from billing.models import Rate, UsageKind, UsageRecord
-from billing.money_sums import nanos_to_decimal, sum_exact
+from billing.money_sums import sum_exact
 from billing.totals import BILLABLE_STATES
 from billing.uncertainty import Uncertainty
-from sandboxes.egress.amounts import MAX_USD
 from sandboxes.models import LlmCall
 
 Holder = UUID | None  # lease id, None for sandboxes without a lease
@@ -29,7 +29,7 @@ Holder = UUID | None  # lease id, None for sandboxes without a lease
 def sum_hourly_usd(began: datetime, ends: datetime, parts: Collection[Q]) -> dict[Holder, Fraction]:
     """Sum the USD of each lease from `began` to `ends`, which are in one UTC day. `parts` are disjoint filters of usage."""
     sums: dict[Holder, Fraction] = defaultdict(Fraction)
-    for each in (sum_hourly_sandbox_usd(began, ends, parts), sum_hourly_call_usd(began, ends, parts)):
+    for each in (sum_hourly_sandbox_usd(began, ends, parts), sum_hourly_calls(began, ends, parts, USD)):
         for holder, usd in each.items():
             sums[holder] += usd
     return dict(sums)
@@ -48,33 +48,33 @@ def sum_hourly_sandbox_usd(began: datetime, ends: datetime, parts: Collection[Q]
     return dict(sums)
 
 
-def sum_hourly_call_usd(began: datetime, ends: datetime, parts: Collection[Q]) -> dict[Holder, Fraction]:
-    """Like sum_hourly_usd, of model calls alone. Open calls count with their reservation."""
+def sum_hourly_calls(began: datetime, ends: datetime, parts: Collection[Q], measure: CallMeasure) -> dict[Holder, Fraction]:
+    """Like sum_hourly_usd, of model calls alone and by any measure. Open calls count with their reservation."""
     sums: dict[Holder, Fraction] = defaultdict(Fraction)
     for part in parts:
-        calls = _find_calls(began, ends, part).filter(owed__lt=MAX_USD)
-        for holder, nano in calls.values_list("holder").annotate(nano=sum_exact("owed")):
-            sums[holder] += Fraction(nano, 10**9)
+        calls = _find_calls(began, ends, part, measure).filter(owed__lt=measure.limit)
+        for holder, amount in calls.values_list("holder").annotate(sum=sum_exact("owed", parts=measure.parts)):
+            sums[holder] += Fraction(int(amount), measure.parts)
     return dict(sums)
 
 
-def sum_hourly_uncertainty(began: datetime, ends: datetime, parts: Collection[Q]) -> Uncertainty:
-    """Sum the estimated part of `sum_hourly_call_usd`, reservations included, and count the ended calls without a price."""
-    is_counted, has_ended = Q(owed__lt=MAX_USD), ~Q(outcome=LlmCall.Outcome.OPEN)
+def sum_hourly_uncertainty(began: datetime, ends: datetime, parts: Collection[Q], measure: CallMeasure) -> Uncertainty:
+    """Sum the estimated part of `sum_hourly_calls`, reservations included, and count the ended calls without a price."""
+    is_counted, has_ended = Q(owed__lt=measure.limit), ~Q(outcome=LlmCall.Outcome.OPEN)
     is_estimated = is_counted & (Q(priced=LlmCall.Priced.ESTIMATE) | Q(cost__isnull=True))
-    unpriced, nano = 0, 0
+    unpriced, estimated = 0, 0
     for part in parts:
-        sums = _find_calls(began, ends, part).aggregate(
-            unpriced=Count("pk", filter=has_ended & (Q(owed__isnull=True) | Q(owed__gte=MAX_USD))),
-            nano=sum_exact("owed", is_estimated),
+        sums = _find_calls(began, ends, part, measure).aggregate(
+            unpriced=Count("pk", filter=has_ended & (Q(owed__isnull=True) | Q(owed__gte=measure.limit))),
+            estimated=sum_estimated_tokens("owed", is_counted) if measure is TOKENS else sum_exact("owed", is_estimated),
         )
-        unpriced, nano = unpriced + sums["unpriced"], nano + sums["nano"]
-    return Uncertainty(unpriced, nanos_to_decimal(nano))
+        unpriced, estimated = unpriced + sums["unpriced"], estimated + sums["estimated"]
+    return build_uncertainty(measure, unpriced, estimated)
 
 
-def _find_calls(began: datetime, ends: datetime, part: Q) -> QuerySet[Any]:
+def _find_calls(began: datetime, ends: datetime, part: Q, measure: CallMeasure) -> QuerySet[Any]:
     day = Value(to_utc_date(began), output_field=DateField())
-    calls = LlmCall.objects.annotate(day=day, owed=Coalesce("cost", "reserved")).filter(
+    calls = LlmCall.objects.annotate(day=day, owed=measure.build_owed()).filter(
         part, kind=LlmCall.Kind.LLM, started_at__gte=began, started_at__lt=ends
     )
     return calls.exclude(outcome=LlmCall.Outcome.REFUSED).order_by()

@@ -14,6 +14,7 @@ from django.db import transaction
 from django.db.models import Exists, F, Max, OuterRef, Q, Subquery
 
 from billing import horizon, rollup
+from billing.call_measures import TOKENS
 from billing.dates import EPOCH, start_of_day, start_of_hour, to_utc_date
 from billing.intervals import MICROSECOND, StateInterval, build_intervals, prorate, split_by_day
 from billing.models import Meter, UsageKind, UsageRecord, Watermark
@@ -74,8 +75,8 @@ def reset_usage() -> None:
         metered = Q(metered=True) | Q(metered_until__isnull=False)
         Snapshot.objects.filter(metered).update(metered=False, metered_until=None)
         DataSize.objects.filter(metered).update(metered=False, metered_until=None)
-        metered = Q(counted=True) | Q(metered_cost__isnull=False)
-        LlmCall.objects.filter(metered, started_at__gte=since).update(counted=False, metered_cost=None)
+        metered = Q(counted=True) | Q(metered_cost__isnull=False) | Q(metered_tokens__isnull=False)
+        LlmCall.objects.filter(metered, started_at__gte=since).update(counted=False, metered_cost=None, metered_tokens=None)
 
 
 def _meter_time(after: UUID | None, until: datetime) -> tuple[UUID | None, int]:
@@ -356,5 +357,7 @@ def _meter_llm_calls(after: int | None, until: datetime) -> tuple[int | None, in
             previous.delete()
             records.append(record)
     UsageRecord.objects.bulk_create(records, batch_size=INSERT_BATCH_SIZE)
-    LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(counted=True, metered_cost=F("cost"))
+    LlmCall.objects.filter(pk__in=[each.pk for each in calls]).update(
+        counted=True, metered_cost=F("cost"), metered_tokens=TOKENS.build_owed()
+    )
     return calls[-1].pk, len(records)

@@ -5,6 +5,7 @@ from uuid import UUID
 
 from django.db.models import Count, Max, Min, Q, QuerySet, Sum
 
+from billing.call_measures import TOKENS, sum_estimated_tokens
 from billing.dates import start_of_day
 from billing.models import UsageKind, UsageRecord
 from billing.money_sums import limit_usd, nanos_to_decimal, sum_exact
@@ -37,11 +38,11 @@ def build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageReco
         name: Sum(f"{name}_tokens", filter=Q(**{f"{name}_tokens__lte": MAX_TOKENS})) for name in ("input", "cached", "output")
     }
     is_estimated = Q(priced=LlmCall.Priced.ESTIMATE, cost__lt=MAX_USD)
-    sums = llm_calls.aggregate(
+    sums = llm_calls.annotate(owed=TOKENS.build_owed()).aggregate(
         began=Min("started_at"), ended=Max("ended_at"), calls=Count("pk"), usd=sum_exact("cost", Q(cost__lt=MAX_USD)),
         unpriced=Count("pk", filter=Q(cost__isnull=True) | Q(cost__gte=MAX_USD)),
         estimated=Count("pk", filter=is_estimated), estimated_usd=sum_exact("cost", is_estimated),
-        cache_written=sum_cache_writes(), **tokens,
+        cache_written=sum_cache_writes(), estimated_tokens=sum_estimated_tokens("owed", Q(owed__lt=TOKENS.limit)), **tokens,
     )  # fmt: skip
     first = llm_calls.order_by("pk").select_related("sandbox").first()
     sandbox = first.sandbox if first else None
@@ -55,4 +56,5 @@ def build_tokens_record(holder: UUID | None, model: str, day: date) -> UsageReco
         input_tokens=sums["input"] or 0, cached_tokens=sums["cached"] or 0,
         cache_written_tokens=int(sums["cache_written"]), output_tokens=sums["output"] or 0,
         usd=usd, estimated=sums["estimated"], estimated_usd=min(nanos_to_decimal(sums["estimated_usd"]), usd),
+        estimated_tokens=sums["estimated_tokens"],
     )  # fmt: skip

@@ -10,7 +10,7 @@ from django.utils.safestring import SafeString
 from billing import budgets
 from billing.forecast import FORECAST_WINDOW_DAYS, forecast_budget
 from billing.models import Budget
-from billing.models.budgets import Period
+from billing.models.budgets import Period, Unit
 from sandboxes.admin.base.formatting import SummaryField, format_age, format_usd, render_badge, render_timestamp
 
 PACE_NOTE = f"at the average of the last {FORECAST_WINDOW_DAYS} days"
@@ -37,18 +37,25 @@ def render_budget_state(budget: Budget, now: datetime) -> SafeString:
 
 def format_amount(amount: Decimal, budget: Budget) -> str:
     """Format a spent amount, rounded down so that it never looks exhausted too early. Small budgets get six decimals."""
+    if budget.unit == Unit.TOKENS:
+        return f"{int(amount):,}"
     return format_usd(amount.quantize(CENT if budget.amount >= CENT * 10 else SMALL_QUANTUM, ROUND_DOWN)) if amount else "0"
+
+
+def format_limit(amount: Decimal, budget: Budget) -> str:
+    """Format an amount that an operator set, or a share of one."""
+    return f"{amount:,.0f}" if budget.unit == Unit.TOKENS else format_usd(amount)
 
 
 def describe_exhaustion(budget: Budget) -> str:
     """Return the consequence of an exhausted budget."""
     if not budget.hard:
         return "warning only"
-    return "model calls are refused" if budget.model else "new leases are refused and active ones end"
+    return "model calls are refused" if budget.counts_calls_alone else "new leases are refused and active ones end"
 
 
 def format_usage(budget: Budget, now: datetime) -> str:
-    limit = format_usd(budgets.get_limit(budget, now))
+    limit = format_limit(budgets.get_limit(budget, now), budget)
     return f"{format_amount(budgets.get_spent(budget, now), budget)} of {limit} {budget.unit_label}"
 
 

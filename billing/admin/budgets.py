@@ -27,6 +27,7 @@ from billing.admin.budget_usage import (
     compute_percent_spent,
     describe_exhaustion,
     format_amount,
+    format_limit,
     format_percents,
     format_usage,
     get_level,
@@ -125,10 +126,9 @@ class BudgetForm(forms.ModelForm):
                 "DID of an agent, number or prefix of an API key, name of an environment type or of an account. "
                 "Leave empty for everything. Keys, types and accounts must exist. An agent may be named before it joins."
             )
-            self.fields[
-                "hard"
-            ].help_text = (
-                "Refuse new leases and end active ones; for a model, refuse its calls. Otherwise only warnings are sent."
+            self.fields["hard"].help_text = (
+                "Refuse new leases and end active ones; for a model or in tokens, refuse model calls. "
+                "Otherwise only warnings are sent."
             )
             self.fields[
                 "grace"
@@ -206,7 +206,7 @@ class BudgetAdmin(ConsoleModelAdmin):
     def budget_label(self, row: Budget) -> SafeString:
         zone = "" if row.time_zone == UTC_ZONE_NAME else f", {row.time_zone}"
         period = "lifetime" if row.period == Period.EVER else f"per {row.period}{zone}"
-        return render_two_lines(f"{format_usd(row.amount)} {row.unit_label}", period)
+        return render_two_lines(f"{format_limit(row.amount, row)} {row.unit_label}", period)
 
     @display(description="Applies to")
     def subject_label(self, row: Budget) -> SafeString | str:
@@ -224,7 +224,7 @@ class BudgetAdmin(ConsoleModelAdmin):
 
     @display(description="On exhaustion")
     def strictness(self, row: Budget) -> SafeString | str:
-        if row.hard and not row.model:
+        if row.hard and not row.counts_calls_alone:
             return render_two_lines("ends leases", f"grace period {format_duration(row.grace)}")
         return describe_exhaustion(row)
 
@@ -247,24 +247,28 @@ class BudgetAdmin(ConsoleModelAdmin):
             "open_tabs": count,
             "overshoot": describe_overshoot(row, count, now),
             "notifications": list_budget_events(row),
-            "top_ups": [(each, f"{format_usd(each.amount)} {row.unit_label}") for each in row.top_ups.all()[:MAX_PANEL_ROWS]],
+            "top_ups": [
+                (each, f"{format_limit(each.amount, row)} {row.unit_label}") for each in row.top_ups.all()[:MAX_PANEL_ROWS]
+            ],
             "audit": list_audit_entries(row, MAX_PANEL_ROWS),
         }
 
     def build_fields(self, row: Budget, count: int, now: datetime) -> list[SummaryField]:
         began, ends = budgets.get_period_bounds(row, now)
         spent = budgets.get_spent(row, now)
-        reserves, zone = row.hard and not row.model, UTC_ZONE_NAME if row.period == Period.HOUR else row.time_zone
+        reserves, zone = row.hard and not row.counts_calls_alone, UTC_ZONE_NAME if row.period == Period.HOUR else row.time_zone
         limit, topped_up = budgets.get_limit(row, now), budgets.get_topped_up(row, now)
         left = max(limit - spent, Decimal(0))
         of_limit = (
-            f"of {format_usd(limit)}, {format_usd(topped_up)} of it topped up" if topped_up else f"of {format_usd(limit)}"
+            f"of {format_limit(limit, row)}, {format_limit(topped_up, row)} of it topped up"
+            if topped_up
+            else f"of {format_limit(limit, row)}"
         )
         updated = format_html("updated {}", render_time_ago(row.spent_at)) if row.spent_at else "not computed yet"
         uncertain = "".join(f", {text}" for text in [str(budgets.get_uncertainty(row, now))] if text)
         subject = render_subjects([row]).get(row.pk, row.subject)
         scope = capfirst(Scope(row.scope).label) if row.subject else "every lease and unclaimed sandboxes"
-        scope = f"model calls of {row.model}" if row.model else scope
+        scope = f"model calls of {row.model or 'all models'}" if row.counts_calls_alone else scope
         reserved = f"{format_usd(settings.MINIMUM_USD)} USD" if row.unit == Unit.USD else format_duration(settings.MINIMUM_TIME)
         return [
             SummaryField(
@@ -296,17 +300,19 @@ class BudgetAdmin(ConsoleModelAdmin):
             SummaryField(
                 "Warnings",
                 f"at {format_percents(row.warn_percents)}" if row.warn_percents else "none",
-                note=", ".join(format_usd(limit * percent / 100) for percent in row.warn_percents),
+                note=", ".join(format_limit(limit * percent / 100, row) for percent in row.warn_percents),
             ),
             SummaryField(
                 "On exhaustion",
                 describe_exhaustion(row),
                 note="leases continue"
-                if row.model or not row.hard
+                if row.counts_calls_alone or not row.hard
                 else f"running sandboxes have a grace period of {format_duration(row.grace)}",
             ),
             SummaryField(
-                "Open leases", f"{count:,}", note=f"{reserved} reserved for each" if row.hard and not row.model else ""
+                "Open leases",
+                f"{count:,}",
+                note=f"{reserved} reserved for each" if row.hard and not row.counts_calls_alone else "",
             ),
         ]
 
@@ -347,7 +353,7 @@ def list_budget_events(budget: Budget) -> list[BudgetEventRow]:
 
 def _build_event_row(event: Event, badge: SafeString, budget: Budget) -> BudgetEventRow:
     payload = event.payload  # those of earlier versions have neither top-ups nor a percentage
-    limit = format_usd(Decimal(payload["amount"]) + Decimal(payload.get("topped_up", 0)))
+    limit = format_limit(Decimal(payload["amount"]) + Decimal(payload.get("topped_up", 0)), budget)
     spent = f"{format_amount(Decimal(payload['spent']), budget)} of {limit} {budget.unit_label}"
     threshold = f", at {payload['percent']} %" if event.kind == EventType.BUDGET_WARNING and "percent" in payload else ""
     return BudgetEventRow(

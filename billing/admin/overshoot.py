@@ -18,9 +18,10 @@ def describe_overshoot(budget: Budget, count: int, now: datetime) -> list[str]:
         return ["The budget is inactive: nothing is refused and no lease is ended, so there is no bound."]
     if not budget.hard:
         return ["The budget only warns: nothing is refused and no lease is ended, so there is no bound."]
-    if budget.model:
+    if budget.counts_calls_alone:
+        estimate = "tokens" if budget.unit == Unit.TOKENS else "price"
         return [
-            "Model calls are reserved at their estimated price: only the errors of the estimates of calls in progress add up."
+            f"Each model call reserves its estimated {estimate}: only the errors of the estimates of calls in progress add up."
         ]
     delay, open_ = budgets.get_stop_delay(budget), pluralize(count, "lease is", "leases are")
     sentences = [

@@ -155,7 +155,7 @@ class UsageRecordAdmin(ReadOnlyModelAdmin):
         "item", "source", "day", "began_at", "ended_at", "sandbox", "holder", "agent_did", "environment_id", "provider",
         "state", "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros",
         "size_bytes", "model", "calls", "unpriced", "input_tokens", "cached_tokens", "cache_written_tokens",
-        "output_tokens", "usd", "estimated", "estimated_usd",
+        "output_tokens", "usd", "estimated", "estimated_usd", "estimated_tokens",
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""Budgets: spending limits in sandbox-hours or USD, their admission control and their updates.
+"""Budgets: spending limits in sandbox-hours, USD or model tokens, their admission control and their updates.
 
 A sweep computes each budget's spending from usage and costs (`update_spending`). A hard budget is enforced in three ways:
 
@@ -26,7 +26,7 @@ A sweep computes each budget's spending from usage and costs (`update_spending`)
     measured    CPU and memory priced by use are read every 5 minutes, and may be counted that much later
 
 A budget for a model counts the calls of the models that match its pattern, and refuses such calls alone: it reserves nothing
-for sandboxes, refuses no start and ends no lease.
+for sandboxes, refuses no start and ends no lease. The same holds for a budget in tokens, with a model or without.
 
 An account's budget counts the usage billed to the account. If an agent moves, its earlier usage counts for the old account
 and its later usage for the new one. Admission depends on the agent's account today (UTC).

@@ -19,11 +19,12 @@ from billing.models.budgets import Unit
 from billing.pricing import format_decimal
 from sandboxes.db import sql
 
-# The first three are the condition of the partial index budget_exhausted. A budget for a model refuses calls alone.
-EXHAUSTED_SQL = "exhausted_at IS NOT NULL AND active AND hard AND model = ''"
+# Budgets for a model and in tokens refuse model calls alone.
+LIMITS_LEASES_SQL = "active AND hard AND model = '' AND unit <> 'tokens'"
+LIMITS_LEASES = Q(active=True, hard=True, model="", unit__in=[Unit.USD, Unit.HOURS])
+EXHAUSTED_SQL = f"exhausted_at IS NOT NULL AND {LIMITS_LEASES_SQL}"  # implies the condition of the index budget_exhausted
 ANY_EXHAUSTED_SQL = f"SELECT EXISTS (SELECT 1 FROM billing_budget WHERE {EXHAUSTED_SQL})"  # noqa: S608 - no user input
-ANY_HARD_SQL = "SELECT EXISTS (SELECT 1 FROM billing_budget WHERE active AND hard AND model = '')"
-LIMITS_LEASES = Q(active=True, hard=True, model="")
+ANY_HARD_SQL = f"SELECT EXISTS (SELECT 1 FROM billing_budget WHERE {LIMITS_LEASES_SQL})"  # noqa: S608 - no user input
 EXHAUSTED_FOR_LEASE_SQL = f"{EXHAUSTED_SQL} AND (scope IN ('all', 'account') OR subject IN (%s, %s, %s, %s))"
 
 
@@ -108,7 +109,7 @@ def find_exhausted_for_lease(holder: UUID, *, now: datetime) -> list[Budget]:
 
 
 def find_exhausted(*, now: datetime, condition: Q | None = None, applicant: Applicant | None = None) -> list[Budget]:
-    """Find the exhausted hard budgets that match `condition`, without those for a model, which refuse calls alone.
+    """Find the exhausted hard budgets that match `condition`, without those that refuse model calls alone.
 
     A sandbox of the applicant counts as if it were running. A budget whose period has ended or whose amount was raised is not
     exhausted, even before the next sweep clears its mark."""

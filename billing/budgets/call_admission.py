@@ -23,7 +23,10 @@ from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.spending import NO_LIMIT, CallReservation, Funds, build_not_priced_refusal, format_amount
 
-HARD_USD_SQL = f"active AND hard AND unit = 'usd' AND {LEASE_BUDGET_SQL}"
+# Hard budgets of a lease that count model calls. Parameters: whether those in USD apply, and those in tokens; then those of
+# LEASE_BUDGET_SQL.
+HARD_SQL = f"active AND hard AND (unit = 'usd' AND %s OR unit = 'tokens' AND %s) AND {LEASE_BUDGET_SQL}"
+EXPLANATIONS = {Unit.USD.value: "and this call may cost {}", Unit.TOKENS.value: "and this call may use {}"}
 
 
 def sum_lease_calls(holder: UUID) -> Decimal:
@@ -32,11 +35,11 @@ def sum_lease_calls(holder: UUID) -> Decimal:
 
 
 def sum_calls_before(budget: Budget, began: datetime, ends: datetime | None, *, day: date) -> Decimal:
-    """Return the cost of a budget's model calls from the period's start to the day before `day`, in USD.
+    """Return the cost or the tokens of a budget's model calls from the period's start to the day before `day`.
 
     Kept with the budget, so that an admission sums one day. Full days count their metered calls, a part of a day all calls. 0
-    for an hour, which is in one day."""
-    if budget.unit != Unit.USD:
+    for an hour, which is in one day, and for a budget in hours."""
+    if budget.unit == Unit.HOURS:
         return Decimal(0)
     parts = split_period(began, ends)
     edges = (call_sums.sum_between(budget, *edge) for edge in parts.edges if edge[0].date() < day)
@@ -46,32 +49,37 @@ def sum_calls_before(budget: Budget, began: datetime, ends: datetime | None, *, 
 
 
 def check_call(call: CallReservation, now: datetime) -> Funds:
-    """Check a model call against the hard USD budgets of its lease. Return what remains of them. Raise CallRefused.
+    """Check a model call against the hard budgets of its lease in USD and tokens. Return what remains. Raise CallRefused.
 
     The budgets are locked until the transaction ends, so that concurrent calls count each other's reservation."""
-    lock = f"ORDER BY id {dialect.row_lock()}"
-    applicable = sql.find_all(Budget, f"{HARD_USD_SQL} {lock}", call.holder, to_utc_date(now))
-    names = {call.model, _find_last_answer(call)} if any(budget.model for budget in applicable) else {call.model}
-    hard_budgets = [budget for budget in applicable if any(is_model_match(budget.model, name) for name in names)]
+    hard_budgets = _lock_budgets(call, now)
     if not hard_budgets:
         return NO_LIMIT
-    if call.usd is None:
+    if call.usd is None and any(budget.unit == Unit.USD for budget in hard_budgets):
         raise build_not_priced_refusal(call.model)
+    needed = {Unit.USD.value: call.usd or Decimal(0), Unit.TOKENS.value: Decimal(call.tokens)}
     spent = {budget: sum_spent_now(budget, now=now) for budget in hard_budgets}
-    limits = {budget: get_limit(budget, now) for budget in hard_budgets}
+    rest = {budget: get_limit(budget, now) - spent[budget] - budget.reserved - needed[budget.unit] for budget in hard_budgets}
     shortages = {
-        budget: Shortage(spent[budget], f"and this call may cost {format_amount(call.usd)}")
+        budget: Shortage(spent[budget], EXPLANATIONS[budget.unit].format(format_amount(needed[budget.unit])))
         for budget in hard_budgets
-        if spent[budget] >= limits[budget] or spent[budget] + budget.reserved + call.usd > limits[budget]
+        if rest[budget] < 0 or spent[budget] >= get_limit(budget, now)
     }
     if shortages:
         raise _to_call_refusal(build_refusal(shortages, now=now), call.agent_did)
-    known = [
-        limits[budget] - spent[budget] - budget.reserved - call.usd
-        for budget in hard_budgets
-        if _get_disclosure(budget.scope, budget.subject, call.agent_did) == Disclosure.SPENDING
-    ]
-    return Funds(has_limit=True, remaining=min(known, default=None))
+    known = [budget for budget in hard_budgets if _is_spending_known(budget, call.agent_did)]
+    in_usd, in_tokens = (
+        min((rest[budget] for budget in known if budget.unit == unit), default=None) for unit in (Unit.USD, Unit.TOKENS)
+    )
+    return Funds(has_limit=True, remaining_usd=in_usd, remaining_tokens=in_tokens)
+
+
+def _lock_budgets(call: CallReservation, now: datetime) -> list[Budget]:
+    """Lock the hard budgets that count a call. A call that is free of charge is not counted by those in USD."""
+    condition = f"{HARD_SQL} ORDER BY id {dialect.row_lock()}"
+    applicable = sql.find_all(Budget, condition, call.usd != 0, call.tokens != 0, call.holder, to_utc_date(now))
+    names = {call.model, _find_last_answer(call)} if any(budget.model for budget in applicable) else {call.model}
+    return [budget for budget in applicable if any(is_model_match(budget.model, name) for name in names)]
 
 
 def _find_last_answer(call: CallReservation) -> str:
@@ -82,8 +90,10 @@ def _find_last_answer(call: CallReservation) -> str:
     return str(rows[0][0]) if rows else call.model
 
 
-def _get_disclosure(scope: str, subject: str, agent_did: str) -> Disclosure:
-    return get_disclosure(scope, subject, operator=False, dids=[agent_did], key_id="")
+def _is_spending_known(budget: Budget, agent_did: str) -> bool:
+    """Return whether the agent may know what the budget has spent."""
+    disclosure = get_disclosure(budget.scope, budget.subject, operator=False, dids=[agent_did], key_id="")
+    return disclosure == Disclosure.SPENDING
 
 
 def _to_call_refusal(error: BudgetExhausted, agent_did: str) -> CallRefused:
@@ -93,7 +103,7 @@ def _to_call_refusal(error: BudgetExhausted, agent_did: str) -> CallRefused:
 
 
 def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:
-    """Return the USD that a budget has spent at this moment: sandboxes as of its last update, and all model calls."""
+    """Return what a budget has spent at this moment: sandboxes as of its last update, and all model calls."""
     began, ends = get_period_bounds(budget, now)
     is_current = budget.period_began == began
     others = budget.spent - budget.calls_spent if is_current else Decimal(0)

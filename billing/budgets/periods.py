@@ -106,7 +106,7 @@ def get_spent(budget: Budget, now: datetime) -> Decimal:
 def get_uncertainty(budget: Budget, now: datetime) -> Uncertainty:
     """Return the uncertainty of `get_spent`."""
     is_current = budget.period_began == get_period_bounds(budget, now)[0]
-    return Uncertainty(budget.unpriced, budget.estimated_usd) if is_current else Uncertainty()
+    return Uncertainty(budget.unpriced, budget.estimated_usd, budget.estimated_tokens) if is_current else Uncertainty()
 
 
 def build_marked_filter(mark: str, now: datetime) -> Q:

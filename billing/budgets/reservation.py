@@ -60,9 +60,9 @@ def compute_reservation(
 ) -> Decimal:
     """Return the amount reserved for the running sandboxes in a budget's scope, in its unit.
 
-    0 for a soft budget, and for one of a model. The sandbox of the applicant counts as if it were running. Takes one query for
-    any number of sandboxes, one more for an applicant, and the two of the basis if it is not given."""
-    if not budget.hard or not budget.active or budget.model:
+    0 for a soft budget, and for one that counts model calls alone. The sandbox of the applicant counts as if it were running.
+    Takes one query for any number of sandboxes, one more for an applicant, and the two of the basis if it is not given."""
+    if not budget.hard or not budget.active or budget.counts_calls_alone:
         return Decimal(0)
     sizes = _count_sandboxes(budget, now=now, applicant=applicant)
     if not sizes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import reduce
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -13,9 +14,10 @@ from django.db.models import Q, QuerySet, Sum
 
 from billing.budgets.periods import get_period_bounds, split_period
 from billing.budgets.scopes import build_call_filters, build_cost_filter, build_usage_filters, find_open_tabs
+from billing.call_measures import MEASURES, CallMeasure, build_uncertainty
 from billing.dates import start_of_day, to_utc_date
 from billing.hourly import (
-    sum_hourly_call_usd,
+    sum_hourly_calls,
     sum_hourly_sandbox_usd,
     sum_hourly_time,
     sum_hourly_uncertainty,
@@ -61,42 +63,51 @@ def sum_spending(budget: Budget, began: datetime, ends: datetime | None) -> Spen
 
 
 def _sum_days(budget: Budget, began: datetime, days: Q) -> Spending:
-    """Sum the USD of full days from the stored costs. Those of a budget for a model from the usage, which names the model."""
-    is_call = None if budget.model else Q(item=BillableItem.LLM)
-    sums = [_sum_records(records, is_call) for records in _find_usd_records(budget, began, days)]
-    return _add(sums)
+    """Sum full days from the stored costs. Those of a budget that counts model calls alone from the usage of these calls."""
+    if budget.counts_calls_alone:
+        return _add([_sum_call_usage(records, MEASURES[budget.unit]) for records in _find_call_usage(budget, began, days)])
+    return _sum_costs(_find_costs(budget, days))
 
 
 def _add(sums: Sequence[Spending]) -> Spending:
     return Spending(
         sum((each.total for each in sums), Decimal(0)),
         sum((each.calls for each in sums), Decimal(0)),
-        Uncertainty.sum(each.uncertainty for each in sums),
+        reduce(Uncertainty.plus, (each.uncertainty for each in sums), Uncertainty()),
     )
 
 
-def _sum_records(records: "QuerySet[CostRecord] | QuerySet[UsageRecord]", is_call: Q | None) -> Spending:
+def _sum_costs(records: QuerySet[CostRecord]) -> Spending:
     sums = records.aggregate(
-        total=sum_exact("usd"), calls=sum_exact("usd", is_call), unpriced=Sum("unpriced", default=0),
+        total=sum_exact("usd"), calls=sum_exact("usd", Q(item=BillableItem.LLM)), unpriced=Sum("unpriced", default=0),
         estimated=sum_exact("estimated_usd"),
     )  # fmt: skip
     uncertainty = Uncertainty(int(sums["unpriced"]), nanos_to_decimal(sums["estimated"]))
     return Spending(nanos_to_decimal(sums["total"]), nanos_to_decimal(sums["calls"]), uncertainty)
 
 
+def _sum_call_usage(records: QuerySet[UsageRecord], measure: CallMeasure) -> Spending:
+    sums = records.aggregate(
+        total=measure.sum_usage(), unpriced=Sum("unpriced", default=0),
+        estimated=sum_exact(measure.estimated, parts=measure.parts),
+    )  # fmt: skip
+    total = measure.to_amount(sums["total"])
+    return Spending(total, total, build_uncertainty(measure, sums["unpriced"], sums["estimated"]))
+
+
 def _sum_edge(budget: Budget, began: datetime, edge: tuple[datetime, datetime]) -> Spending:
-    """Sum the USD of a part of a day, at full rates."""
-    owners = build_call_filters(budget, began)
-    calls = sum(sum_hourly_call_usd(*edge, owners).values(), Fraction(0))
-    sandboxes = Fraction(0) if budget.model else sum(sum_hourly_sandbox_usd(*edge, owners).values(), Fraction(0))
-    return Spending(round_half_up(calls + sandboxes), round_half_up(calls), sum_hourly_uncertainty(*edge, owners))
+    """Sum a part of a day, at full rates."""
+    owners, measure = build_call_filters(budget, began), MEASURES[budget.unit]
+    calls = sum(sum_hourly_calls(*edge, owners, measure).values(), Fraction(0))
+    sandboxes = Fraction(0) if budget.counts_calls_alone else sum(sum_hourly_sandbox_usd(*edge, owners).values(), Fraction(0))
+    return Spending(round_half_up(calls + sandboxes), round_half_up(calls), sum_hourly_uncertainty(*edge, owners, measure))
 
 
 def _sum_edge_by_lease(budget: Budget, began: datetime, edge: tuple[datetime, datetime]) -> dict[UUID | None, Fraction]:
     """Sum the spending of each lease in a part of a day, in the budget's unit."""
     owners = build_call_filters(budget, began)
-    if budget.model:
-        return sum_hourly_call_usd(*edge, owners)
+    if budget.counts_calls_alone:
+        return sum_hourly_calls(*edge, owners, MEASURES[budget.unit])
     if budget.unit == Unit.USD:
         return sum_hourly_usd(*edge, owners)
     return {holder: _to_fraction(time) for holder, time in sum_hourly_time(*edge, owners).items()}
@@ -111,28 +122,45 @@ def _sum_days_by_lease(budget: Budget, began: datetime, days: Q, holders: Any) -
             for holder, time in part.filter(holder__in=holders).order_by().values_list("holder").annotate(sum=TOTAL_DURATION):
                 yield holder, _to_fraction(time)
         return
-    for records in _find_usd_records(budget, began, days):
-        sums = records.filter(holder__in=holders).order_by().values_list("holder").annotate(sum=sum_exact("usd"))
-        yield from ((holder, Fraction(nanos_to_decimal(nano))) for holder, nano in sums)
+    measure = MEASURES[budget.unit]
+    if budget.counts_calls_alone:
+        parts: list[tuple[QuerySet[Any], Sum]] = [
+            (records, measure.sum_usage()) for records in _find_call_usage(budget, began, days)
+        ]
+    else:
+        parts = [(_find_costs(budget, days), sum_exact("usd"))]
+    for records, total in parts:
+        sums = records.filter(holder__in=holders).order_by().values_list("holder").annotate(sum=total)
+        yield from ((holder, Fraction(measure.to_amount(amount))) for holder, amount in sums)
 
 
 def sum_spending_by_day(budget: Budget, since: datetime, ends: datetime | None) -> dict[date, DailySpending]:
     """Sum the spending of each UTC day with usage, from that of `since` on. One query, or one for each part of an account."""
     days = Q(day__gte=to_utc_date(since)) & (Q(day__lt=_find_next_day(ends)) if ends else Q())
     amounts: dict[date, DailySpending] = defaultdict(lambda: DailySpending(Fraction(0), Fraction(0)))
-    if budget.unit == Unit.USD:
-        for records in _find_usd_records(budget, since, days):
-            without_plans = sum_exact("usd") if budget.model else sum_exact("usd", ~Q(item=BillableItem.PLAN))
-            sums = records.order_by().values_list("day").annotate(total=sum_exact("usd"), without_plans=without_plans)
-            for day, *nanos in sums:
-                added = (Fraction(nanos_to_decimal(nano)) for nano in nanos)
-                amounts[day] = DailySpending(*map(operator.add, amounts[day], added))
-        return dict(amounts)
-    for part in _find_time_records(budget, since, days):
-        for day, duration in part.order_by().values_list("day").annotate(sum=TOTAL_DURATION):
-            hours = _to_fraction(duration)
-            amounts[day] = DailySpending(amounts[day].total + hours, amounts[day].without_plans + hours)
+    for day, *sums in _iter_days(budget, since, days):
+        amounts[day] = DailySpending(*map(operator.add, amounts[day], sums))
     return dict(amounts)
+
+
+def _iter_days(budget: Budget, since: datetime, days: Q) -> Iterator[tuple[date, Fraction, Fraction]]:
+    """Yield days with their spending, and with the part of it without plans. A day may occur several times."""
+    if budget.unit == Unit.HOURS:
+        for part in _find_time_records(budget, since, days):
+            for day, duration in part.order_by().values_list("day").annotate(sum=TOTAL_DURATION):
+                yield day, _to_fraction(duration), _to_fraction(duration)
+    elif budget.counts_calls_alone:
+        measure = MEASURES[budget.unit]
+        for records in _find_call_usage(budget, since, days):
+            for day, amount in records.order_by().values_list("day").annotate(sum=measure.sum_usage()):
+                total = Fraction(measure.to_amount(amount))
+                yield day, total, total
+    else:
+        without_plans = sum_exact("usd", ~Q(item=BillableItem.PLAN))
+        costs = _find_costs(budget, days).order_by().values_list("day")
+        for day, *nanos in costs.annotate(total=sum_exact("usd"), without_plans=without_plans):
+            total, rest = (Fraction(nanos_to_decimal(nano)) for nano in nanos)
+            yield day, total, rest
 
 
 def find_top_spenders(budget: Budget, *, now: datetime, limit: int) -> list[tuple[Tab, Decimal]]:
@@ -166,12 +194,13 @@ def _find_next_day(at: datetime) -> date:
     return day if start_of_day(day) == at else day + timedelta(days=1)
 
 
-def _find_usd_records(budget: Budget, began: datetime, days: Q) -> "list[QuerySet[CostRecord] | QuerySet[UsageRecord]]":
-    """Find the stored USD of full days. The records of a list are disjoint."""
-    if budget.model:
-        parts = build_call_filters(budget, began)
-        return [UsageRecord.objects.filter(part, days, item=UsageKind.TOKENS) for part in parts]
-    return [CostRecord.objects.filter(build_cost_filter(budget), days)]
+def _find_costs(budget: Budget, days: Q) -> QuerySet[CostRecord]:
+    return CostRecord.objects.filter(build_cost_filter(budget), days)
+
+
+def _find_call_usage(budget: Budget, began: datetime, days: Q) -> list[QuerySet[UsageRecord]]:
+    """Find the usage records of model calls on full days, in disjoint parts."""
+    return [UsageRecord.objects.filter(part, days, item=UsageKind.TOKENS) for part in build_call_filters(budget, began)]
 
 
 def _find_time_records(budget: Budget, began: datetime, days: Q) -> list[QuerySet[UsageRecord]]:

@@ -16,7 +16,7 @@ from billing.pricing import format_decimal
 from sandboxes.lifecycle import checkpoint
 
 log = structlog.get_logger(__name__)
-MAX_TOPPED_UP = Decimal(10**9)  # of the column
+MAX_TOPPED_UP = Decimal(10**12)  # of the column
 
 
 def top_up(
@@ -46,9 +46,10 @@ def _add_top_up(
         id=request_id or uuid4(), budget=budget, period_began=began, amount=amount, note=note, actor=actor, created_at=now
     )
     row.clean_fields()
+    row.clean()
     budget.topped_up, budget.topped_up_for = get_topped_up(budget, now) + amount, began
     if budget.topped_up >= MAX_TOPPED_UP:
-        raise ValidationError({"amount": "The top-ups of a period must be less than 1,000,000,000."})
+        raise ValidationError({"amount": "The top-ups of a period must be less than 1,000,000,000,000."})
     row.save(force_insert=True)
     budget.save(update_fields=["topped_up", "topped_up_for"])
     log.info("budget topped up", budget=budget.pk, amount=format_decimal(amount), actor=actor, note=note)

@@ -30,8 +30,8 @@ OPERATOR_FIELDS = [
     "scope", "subject", "model", "unit", "amount", "period", "time_zone", "hard", "warn_percents", "grace", "active",
 ]  # fmt: skip
 UPDATED_FIELDS = [
-    "spent", "unpriced", "estimated_usd", "calls_spent", "calls_before", "calls_day", "reserved", "spent_at", "period_began",
-    "warned_for", "warned_percent", "exhausted_for", "exhausted_at",
+    "spent", "unpriced", "estimated_usd", "estimated_tokens", "calls_spent", "calls_before", "calls_day", "reserved",
+    "spent_at", "period_began", "warned_for", "warned_percent", "exhausted_for", "exhausted_at",
 ]  # fmt: skip
 SUMMED_FIELDS = ["scope", "subject", "model", "unit", "period", "time_zone"]  # a change of one changes the sum
 GRACE_RESET_FIELDS = [*SUMMED_FIELDS, "hard", "active"]  # a change of one restarts the grace period
@@ -57,7 +57,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         changes = []
         if locked and not horizon.is_rebuilding():
             locked.spent, locked.calls_spent, locked.spent_at, locked.period_began = spent.total, spent.calls, now, began
-            locked.unpriced, locked.estimated_usd = spent.uncertainty
+            locked.unpriced, locked.estimated_usd, locked.estimated_tokens = spent.uncertainty
             locked.calls_before, locked.calls_day = calls_before, to_utc_date(now)
             locked.reserved = compute_reservation(locked, now=now)
             changes = _apply_thresholds(locked, now=now)
@@ -101,7 +101,8 @@ def _emit_event(budget: Budget, event: EventType, percent: int, *, now: datetime
         "period": budget.period, "time_zone": budget.time_zone, "amount": format_decimal(budget.amount),
         "topped_up": format_decimal(limit - budget.amount), "spent": format_decimal(budget.spent),
         "remaining": format_decimal(max(limit - budget.spent, Decimal(0))), "percent": percent,
-        "estimated_usd": format_decimal(budget.estimated_usd), "unpriced_calls": budget.unpriced, "hard": budget.hard,
+        "estimated_usd": format_decimal(budget.estimated_usd), "estimated_tokens": budget.estimated_tokens,
+        "unpriced_calls": budget.unpriced, "hard": budget.hard,
         "period_began": format_timestamp(began), "resets_at": format_optional_timestamp(ends),
     }  # fmt: skip
     key = f"{budget.pk} {began:%Y-%m-%dT%H} {percent} {format_decimal(limit)} {budget}"

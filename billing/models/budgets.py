@@ -43,6 +43,13 @@ def validate_model_pattern(value: str) -> None:
         raise ValidationError("Enter the name of a model, or a pattern with * and ?, without spaces, brackets and backslashes.")
 
 
+def validate_amount(unit: str, amount: Any) -> None:
+    """Raise ValidationError if an amount of tokens is not a whole number. The field refuses what is no number."""
+    is_number = isinstance(amount, Decimal) and amount.is_finite()
+    if unit == Unit.TOKENS and is_number and amount != amount.to_integral_value():
+        raise ValidationError({"amount": "Enter a whole number of tokens."})
+
+
 class Scope(models.TextChoices):
     """Leases that a budget applies to."""
 
@@ -57,6 +64,7 @@ class Scope(models.TextChoices):
 class Unit(models.TextChoices):
     USD = "usd", "USD"
     HOURS = "hours", "sandbox-hours"
+    TOKENS = "tokens", "model tokens"
 
 
 class Period(models.TextChoices):
@@ -84,8 +92,8 @@ class Budget(models.Model):
         max_length=200, blank=True, default="", db_default="", validators=[validate_model_pattern],
         help_text="Only model calls of this model or pattern, such as claude-opus*. Empty: sandboxes and all model calls.",
     )  # fmt: skip
-    unit = models.CharField(max_length=5, choices=Unit.choices)
-    amount = models.DecimalField(max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
+    unit = models.CharField(max_length=8, choices=Unit.choices)
+    amount = models.DecimalField(max_digits=18, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)])
     period = models.CharField(max_length=5, choices=Period.choices)
     time_zone = models.CharField(
         max_length=63, default=UTC_ZONE_NAME, db_default=UTC_ZONE_NAME, validators=[validate_time_zone],
@@ -104,18 +112,18 @@ class Budget(models.Model):
     )
     created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     active = models.BooleanField(default=True)
-    spent = models.DecimalField(max_digits=18, decimal_places=9, default=Decimal(0), editable=False)
+    spent = models.DecimalField(max_digits=24, decimal_places=9, default=Decimal(0), editable=False)
     calls_spent = models.DecimalField(
-        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        max_digits=24, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
         help_text="Part of the amount spent that is model calls.",
     )  # fmt: skip
     calls_before = models.DecimalField(
-        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
-        help_text="Cost of the model calls of the period before the day `calls_day`.",
+        max_digits=24, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        help_text="Cost or tokens of the model calls of the period before the day `calls_day`.",
     )  # fmt: skip
     calls_day = models.DateField(null=True, blank=True, editable=False)
     reserved = models.DecimalField(
-        max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
+        max_digits=24, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
         help_text="Reservation of the running sandboxes at the last update.",
     )  # fmt: skip
     unpriced = models.PositiveBigIntegerField(
@@ -124,8 +132,11 @@ class Budget(models.Model):
     )  # fmt: skip
     estimated_usd = models.DecimalField(
         max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
-        help_text="Estimated part of the amount spent.",
+        help_text="Estimated part of the amount spent, of a budget in USD.",
     )  # fmt: skip
+    estimated_tokens = models.BigIntegerField(
+        default=0, db_default=0, editable=False, help_text="Estimated part of the amount spent, of a budget in tokens."
+    )
     spent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Last update of the amount spent.")
     period_began = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="Start of the period of the amount spent."
@@ -141,7 +152,7 @@ class Budget(models.Model):
     )
     exhausted_at = models.DateTimeField(null=True, blank=True, editable=False)
     topped_up = models.DecimalField(
-        max_digits=15, decimal_places=6, default=Decimal(0), db_default=Decimal(0), editable=False,
+        max_digits=18, decimal_places=6, default=Decimal(0), db_default=Decimal(0), editable=False,
         help_text="Sum of the top-ups of the period that began at `topped_up_for`.",
     )  # fmt: skip
     topped_up_for = models.DateTimeField(null=True, blank=True, editable=False)
@@ -162,9 +173,9 @@ class Budget(models.Model):
                 violation_error_message="Leave the subject empty for a budget on everything. Every other scope requires one.",
             ),
             models.CheckConstraint(
-                condition=Q(model="") | Q(unit="usd"),
-                name="budget_of_model_in_usd",
-                violation_error_message="A budget for a model has an amount in USD: model calls have no sandbox-hours.",
+                condition=Q(model="") | Q(unit__in=["usd", "tokens"]),
+                name="budget_of_model_counts_calls",
+                violation_error_message="A budget for a model is in USD or tokens: model calls have no sandbox-hours.",
             ),
             models.CheckConstraint(
                 condition=Q(grace__gte=timedelta(0)),
@@ -185,9 +196,9 @@ class Budget(models.Model):
         period_suffix = (
             " (lifetime)" if self.period == Period.EVER else f" {'an' if self.period == Period.HOUR else 'a'} {self.period}"
         )
-        amount = f"{self.amount.normalize():f}"
+        amount = f"{self.amount:,.0f}" if self.unit == Unit.TOKENS else f"{self.amount.normalize():f}"
         zone = "" if self.time_zone == UTC_ZONE_NAME else f" ({self.time_zone})"
-        return f"{amount} {'USD' if self.unit == Unit.USD else 'hours'}{period_suffix}{zone} for {self.subject_label}"
+        return f"{amount} {self.unit_label}{period_suffix}{zone} for {self.subject_label}"
 
     @property
     def subject_label(self) -> str:
@@ -198,9 +209,15 @@ class Budget(models.Model):
 
     @property
     def unit_label(self) -> str:
-        return "USD" if self.unit == Unit.USD else "hours"
+        return "USD" if self.unit == Unit.USD else str(self.unit)
+
+    @property
+    def counts_calls_alone(self) -> bool:
+        """The budget counts and refuses model calls, and leaves sandboxes and leases alone."""
+        return bool(self.model) or self.unit == Unit.TOKENS
 
     def clean(self) -> None:
+        validate_amount(self.unit, self.amount)
         if self.scope == Scope.KEY and not self.subject.isdecimal():
             raise ValidationError({"subject": "Enter the numeric id of an API key."})
 
@@ -212,7 +229,7 @@ class BudgetTopUp(models.Model):
     budget = models.ForeignKey(Budget, on_delete=models.CASCADE, related_name="top_ups", editable=False)
     period_began = models.DateTimeField(editable=False, help_text="Start of the period that the amount is added to.")
     amount = models.DecimalField(
-        max_digits=15, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)], editable=False
+        max_digits=18, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)], editable=False
     )
     note = models.CharField(max_length=300, blank=True, editable=False)
     actor = models.CharField(max_length=200, editable=False)
@@ -226,6 +243,9 @@ class BudgetTopUp(models.Model):
 
     def __str__(self) -> str:
         return f"{self.amount.normalize():f} of budget {self.budget_id}"
+
+    def clean(self) -> None:
+        validate_amount(self.budget.unit, self.amount)
 
 
 class Tab(models.Model):

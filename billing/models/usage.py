@@ -122,6 +122,9 @@ class UsageRecord(models.Model):
         "estimated, USD", max_digits=18, decimal_places=9, default=Decimal(0), db_default=Decimal(0),
         help_text="Estimated part of the cost.",
     )  # fmt: skip
+    estimated_tokens = models.BigIntegerField(
+        default=0, db_default=0, help_text="Estimated tokens of model calls, beside those that the upstream reported."
+    )
 
     objects = UsageRecordQuerySet.as_manager()
 

@@ -33,7 +33,7 @@ def summarize_lease_budgets(request: HttpRequest, lease: Lease, now: datetime) -
     if lease.status != LeaseStatus.ACTIVE:
         return [], [_build_ended_by_field(lease)] if lease.end_reason == END_REASON else []
     applicable = [*Budget.objects.filter(_build_lease_filter(lease, now), active=True).order_by("pk")]
-    hard = [each for each in applicable if each.hard and not each.model]
+    hard = [each for each in applicable if each.hard and not each.counts_calls_alone]
     return build_notices(applicable, now), [_build_tightest_budget_field(hard, now)]
 
 

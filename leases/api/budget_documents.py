@@ -33,7 +33,9 @@ class BudgetSerializer(serializers.Serializer):
     model = serializers.CharField(
         help_text="Pattern of the models whose calls the budget counts and refuses; empty: sandboxes and all model calls."
     )
-    unit = serializers.ChoiceField(Unit.values)
+    unit = serializers.ChoiceField(
+        Unit.values, help_text="A budget in `tokens` counts and refuses model calls alone, like one with a `model`."
+    )
     amount = serializers.CharField(
         allow_null=True,
         help_text="Decimal number in `unit`, without top-ups; null: not disclosed to this key, which shares the budget with "
@@ -58,12 +60,16 @@ class BudgetSerializer(serializers.Serializer):
     )
     estimated_usd = serializers.CharField(
         allow_null=True,
-        help_text="Estimated part of `spent`, in USD; 0 for a budget in hours; null: not disclosed to this key.",
+        help_text="Estimated part of `spent`, in USD; 0 for a budget in hours or tokens; null: not disclosed to this key.",
+    )
+    estimated_tokens = serializers.IntegerField(
+        allow_null=True,
+        help_text="Estimated part of `spent`, in tokens; 0 for a budget in USD or hours; null: not disclosed to this key.",
     )
     unpriced_calls = serializers.IntegerField(
         allow_null=True,
         help_text="Number of model calls in this period without a price, which `spent` does not include; 0 for a budget in "
-        "hours; null: not disclosed to this key.",
+        "hours or tokens; null: not disclosed to this key.",
     )
     reserved = serializers.CharField(
         allow_null=True,
@@ -95,7 +101,7 @@ class BudgetSerializer(serializers.Serializer):
 
 class AmountField(DecimalStringField):
     def __init__(self, **options: Any) -> None:
-        super().__init__(max_digits=15, decimal_places=6, min_value=MIN_BUDGET_AMOUNT, **options)
+        super().__init__(max_digits=18, decimal_places=6, min_value=MIN_BUDGET_AMOUNT, **options)
 
 
 class BudgetChangeSerializer(StrictSerializer):
@@ -120,10 +126,11 @@ class NewBudgetSerializer(BudgetChangeSerializer):
     )  # fmt: skip
     model = StrictCharField(
         max_length=200, allow_blank=True, default="",
-        help_text="Only calls of this model or pattern, such as `claude-opus*`. The budget is in USD, and refuses calls alone.",
+        help_text="Only calls of this model or pattern, such as `claude-opus*`. The budget is in USD or tokens, and refuses "
+        "calls alone.",
     )  # fmt: skip
     unit = serializers.ChoiceField(Unit.values)
-    amount = AmountField(help_text="Decimal number in `unit`.")
+    amount = AmountField(help_text="Decimal number in `unit`; of `tokens` a whole number.")
     period = serializers.ChoiceField(Period.values)
 
 
@@ -184,6 +191,7 @@ def serialize_budget(
         "active": budget.active,
         "spent": format_decimal(spent) if spends else None,
         "estimated_usd": format_decimal(uncertainty.estimated_usd) if spends else None,
+        "estimated_tokens": uncertainty.estimated_tokens if spends else None,
         "unpriced_calls": uncertainty.unpriced if spends else None,
         "reserved": format_decimal(reserved) if spends else None,
         "remaining": format_decimal(remaining) if spends else None,

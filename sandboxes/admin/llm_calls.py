@@ -166,6 +166,7 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
         "deadline_at", "first_byte_at", "ended_at", "outcome", "status", "code", "sent_bytes", "received_bytes", "logged_at",
         "recorded_at", "input_tokens", "cached_tokens", "output_tokens", "cost", "priced",
         "requested_model", "service_tier", "token_counts", "usage", "reserved", "rate_ids",
+        "tokens", "reserved_tokens",
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:

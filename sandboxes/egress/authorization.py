@@ -49,7 +49,7 @@ class CallerIdentity:
     billing_account: str  # that the agent belongs to at the time of the call
     calls_last_minute: int
     calls_in_flight: int
-    funds: Funds = NO_LIMIT  # of the limits in USD that apply to the call
+    funds: Funds = NO_LIMIT  # of the limits in USD and tokens that apply to the call
 
     def metadata(self, call_id: str) -> str:
         """Return the identity of a call as JSON, for the upstream's log. `attempt` is the retry number of the run."""
@@ -106,14 +106,15 @@ def open_model_call(
 ) -> tuple[LlmCall, CallerIdentity]:
     """Authorize a model call and write its row before anything is sent upstream. `size` is the request body's, in bytes.
 
-    The row reserves the estimated price. Raise CallRefused, after recording the refusal, if policy, call rate, budget or spend
-    limit forbid the call."""
+    The row reserves the estimated price and tokens. Raise CallRefused, after recording the refusal, if policy, call rate,
+    budget or spend limit forbid the call."""
     reserved = _estimate_price(path, model, estimate, now=now)
+    tokens = 0 if path in FREE_PATHS else estimate.total
 
     def build(caller: CallerIdentity) -> LlmCall:
         row = _build_row(
             caller, call_id, path, now=now, kind=LlmCall.Kind.LLM, model=model, requested_model=model, streamed=streamed,
-            sent_bytes=size, reserved=reserved,
+            sent_bytes=size, reserved=reserved, reserved_tokens=tokens,
         )  # fmt: skip
         row.deadline_at = now + settings.LLM_TIMEOUT + SETTLE_GRACE_PERIOD
         return row
@@ -125,7 +126,7 @@ def open_model_call(
         _check_model(model, policy)
         _check_call_rate(caller, policy)
         _check_budget(caller, now)
-        call = CallReservation(caller.holder, caller.sandbox.agent_did, model, reserved)
+        call = CallReservation(caller.holder, caller.sandbox.agent_did, model, reserved, tokens)
         return spending.require_funds(call, caller.sandbox.llm_limit, now=now)
 
     return _admit_call(slot, build, check, now=now)

@@ -27,6 +27,10 @@ class TokenEstimate:
     input_tokens: int
     output_tokens: int
 
+    @property
+    def total(self) -> int:
+        return self.input_tokens + self.output_tokens
+
 
 def estimate_request(path: str, body: dict[str, Any], size: int) -> TokenEstimate:
     """Estimate the tokens of a sanitized request. `size` is the body's size in bytes."""

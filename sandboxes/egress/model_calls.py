@@ -19,9 +19,15 @@ from sandboxes.egress.call_tracking import ANSWER_ERROR_CODE, STREAM_ERROR_CODE,
 from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate, estimate_request
 from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.request_filter import DroppedFields, InvalidRequest, SanitizedRequest, filter_betas, sanitize_request
-from sandboxes.egress.responses import REMAINING_HEADER, ClientDisconnected, await_write, build_error_response
+from sandboxes.egress.responses import (
+    REMAINING_TOKENS_HEADER,
+    REMAINING_USD_HEADER,
+    ClientDisconnected,
+    await_write,
+    build_error_response,
+)
 from sandboxes.egress.settlement import CallResult
-from sandboxes.egress.spending import format_amount
+from sandboxes.egress.spending import Funds, format_amount
 from sandboxes.egress.token_usage import UsageReader
 from sandboxes.egress.upstream_answers import (
     DECODED_ENCODINGS,
@@ -177,7 +183,7 @@ class ModelCallProxy:
     ) -> web.StreamResponse:
         """Pass a response on as it arrives, redacted and metered.
 
-        If a limit in USD applies, the end of the response is written after the row is settled, so that the sandbox's next call
+        If a limit applies, the end of the response is written after the row is settled, so that the sandbox's next call
         is checked against the new total. A response that is not a stream is passed on one chunk late for this reason: its last
         chunk completes it for the sandbox. The usage at the start of a stream is written to the row when it arrives. If the
         sandbox leaves, the response is read on for READ_ON_SECONDS."""
@@ -186,8 +192,7 @@ class ModelCallProxy:
         if has_secret(content_type.encode()):
             content_type = "application/json"
         response = web.StreamResponse(headers=select_headers(upstream) | {"Content-Type": content_type})
-        if caller.funds.remaining is not None:
-            response.headers[REMAINING_HEADER] = format_amount(caller.funds.remaining)
+        response.headers.update(_describe_funds(caller.funds))
         if not reader.streamed and upstream.content_length is not None and "Content-Encoding" not in upstream.headers:
             response.content_length = upstream.content_length
         result.usage = reader.usage
@@ -220,6 +225,11 @@ class ModelCallProxy:
         await _write(request, response, withheld + rest)
         await await_write(response.write_eof())
         return response
+
+
+def _describe_funds(funds: Funds) -> dict[str, str]:
+    amounts = {REMAINING_USD_HEADER: funds.remaining_usd, REMAINING_TOKENS_HEADER: funds.remaining_tokens}
+    return {name: format_amount(amount) for name, amount in amounts.items() if amount is not None}
 
 
 async def _write(request: web.Request, response: web.StreamResponse, content: bytes) -> None:

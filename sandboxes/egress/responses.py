@@ -7,7 +7,8 @@ from aiohttp import web
 
 from sandboxes.egress.request_filter import build_error_body
 
-REMAINING_HEADER = "X-Leasehold-Remaining-USD"  # of a model answer: the rest of the limits, after this call's estimate
+# Of a model answer: the rest of the limits, after this call's estimate.
+REMAINING_USD_HEADER, REMAINING_TOKENS_HEADER = "X-Leasehold-Remaining-USD", "X-Leasehold-Remaining-Tokens"
 # Headers between nginx and the egress server.
 SLOT_HEADER, CALL_ID_HEADER, CODE_HEADER = "X-Leasehold-Slot", "X-Request-Id", "X-Leasehold-Code"
 

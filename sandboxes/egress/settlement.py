@@ -75,6 +75,8 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
     if result.sent_bytes is not None:
         changes["sent_bytes"] = result.sent_bytes
     metered = _describe_usage(result.usage) if result.usage else {}
+    if result.estimate is not None:
+        metered["tokens"] = 0 if result.is_free else _count_tokens(row, result, result.estimate).total
     if price := _price_result(row, result):
         metered |= {"cost": price.usd, "priced": str(price.source), "rate_ids": list(price.rates) or None}
     _trace(row, result, now=now)
@@ -89,8 +91,12 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
 def note_usage(row: LlmCall, usage: TokenUsage, request: TokenEstimate) -> None:
     """Write the usage of an open call that is known so far, for the case that this process dies during the call.
 
-    The reservation becomes the price of the reported input and of the maximal output."""
+    The reservation becomes that of the reported input and of the maximal output."""
     known = {name: value for name, value in _describe_usage(usage).items() if value is not None}
+    known["reserved_tokens"] = TokenEstimate(
+        request.input_tokens if usage.input_tokens is None else usage.input_tokens,
+        max(request.output_tokens, usage.output_tokens or 0),
+    ).total
     reserved = _estimate_price(_load_rates(row, usage), request.input_tokens, request.output_tokens, usage)
     known |= {} if reserved is None else {"reserved": reserved}
     change = ", ".join(f"{name} = %s" for name in known)
@@ -132,12 +138,18 @@ def _price_result(row: LlmCall, result: CallResult) -> CallPrice | None:
         price = rates.price(usage.counts, usage.tier)
         if price is not None and not price.is_unknown:
             return CallPrice(price.usd, price.source, price.rates)
-    answered = result.outcome == LlmCall.Outcome.OK
-    tokens = estimate_usage(
-        result.estimate, usage, streamed=row.streamed, answered=answered, received_bytes=result.received_bytes
-    )
+    tokens = _count_tokens(row, result, result.estimate)
     estimated = _estimate_price(rates, tokens.input_tokens, tokens.output_tokens, usage)
     return None if estimated is None else CallPrice(estimated, Priced.ESTIMATE)
+
+
+def _count_tokens(row: LlmCall, result: CallResult, request: TokenEstimate) -> TokenEstimate:
+    """Return the tokens of a finished call: those reported, or an estimate where the usage is incomplete."""
+    usage = result.usage
+    if usage and usage.is_complete:
+        return TokenEstimate(usage.input_tokens or 0, usage.output_tokens or 0)
+    answered = result.outcome == LlmCall.Outcome.OK
+    return estimate_usage(request, usage, streamed=row.streamed, answered=answered, received_bytes=result.received_bytes)
 
 
 def _load_rates(row: LlmCall, usage: TokenUsage | None) -> RateBook:
@@ -199,13 +211,14 @@ def close_calls_of_dead_servers(*, now: datetime, is_alive: Callable[[str], bool
 
 
 def _close_lost(pks: list[int], *, now: datetime) -> int:
-    """Close calls as lost. What the upstream generated is unknown, so their cost is the estimate made at their start."""
+    """Close calls as lost. What the upstream generated is unknown, so the estimates made at their start count."""
     has_estimate = When(cost__isnull=True, reserved__isnull=False, then=Value(str(Priced.ESTIMATE)))
     return LlmCall.objects.filter(pk__in=pks, ended_at__isnull=True).update(
         ended_at=now,
         outcome=LlmCall.Outcome.LOST,
         priced=Case(has_estimate, default="priced"),
         cost=Coalesce("cost", "reserved"),
+        tokens=Coalesce("tokens", "reserved_tokens"),
     )
 
 

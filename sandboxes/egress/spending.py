@@ -1,10 +1,13 @@
-"""Limits on the cost of model calls. The app that derives costs registers the check of budgets and the sum of a lease's calls.
+"""Limits on the cost and the tokens of model calls.
+
+The app that derives costs registers the check of budgets and the sum of a lease's calls.
 
 A call is admitted only if what is spent, the reservations of all calls in flight, and its own reservation fit into every
-limit. The reservation is the call's estimated price, and becomes its cost when the call ends (sandboxes.egress.settlement)."""
+limit. The reservation is the call's estimated price and tokens. Those that it had replace them when the call ends
+(sandboxes.egress.settlement)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import Decimal
 from uuid import UUID
@@ -14,20 +17,24 @@ from sandboxes.egress.refusals import CallRefused
 
 @dataclass(frozen=True)
 class CallReservation:
-    """Call to be admitted: its holder and agent, the requested model, and its estimated price. None: the model has no rate."""
+    """Call to be admitted: its holder and agent, the requested model, its estimated price and tokens.
+
+    Without a rate of the model `usd` is None."""
 
     holder: UUID
     agent_did: str
     model: str
     usd: Decimal | None
+    tokens: int
 
 
 @dataclass(frozen=True)
 class Funds:
-    """Result of a check: whether a limit in USD applies, and what remains of the smallest limit that the agent may know."""
+    """Result of a check: whether a limit applies, and the rest of the smallest limits that the agent may know."""
 
     has_limit: bool = False
-    remaining: Decimal | None = None
+    remaining_usd: Decimal | None = None
+    remaining_tokens: Decimal | None = None
 
 
 NO_LIMIT = Funds()
@@ -59,13 +66,14 @@ def require_funds(call: CallReservation, limit: Decimal | None, *, now: datetime
     """Check a call against the lease's spend limit and all budgets. Return what remains after its reservation.
 
     Raise CallRefused. Call it in the transaction that writes the call's row, with the sandbox's row locked. A call that is
-    free of charge passes."""
-    if call.usd == 0:
+    free of charge passes the limits in USD, and a call without tokens those in tokens."""
+    is_limited = limit is not None and call.usd != 0
+    remaining = [_check_spend_limit(call, limit)] if limit is not None and is_limited else []
+    if call.usd == 0 and call.tokens == 0:
         return NO_LIMIT
-    remaining = [] if limit is None else [_check_spend_limit(call, limit)]
     budgets = _check_budgets(call, now)
-    remaining += [] if budgets.remaining is None else [budgets.remaining]
-    return Funds(budgets.has_limit or limit is not None, min(remaining, default=None))
+    remaining += [] if budgets.remaining_usd is None else [budgets.remaining_usd]
+    return replace(budgets, has_limit=budgets.has_limit or is_limited, remaining_usd=min(remaining, default=None))
 
 
 def _check_spend_limit(call: CallReservation, limit: Decimal) -> Decimal:

@@ -92,6 +92,15 @@ class LlmCall(models.Model):
         max_digits=18, decimal_places=9, null=True, blank=True, editable=False,
         help_text="Part of the cost that is included in a usage record.",
     )  # fmt: skip
+    reserved_tokens = models.BigIntegerField(
+        null=True, blank=True, help_text="Estimated tokens of the call, reserved until the call is settled."
+    )
+    tokens = models.BigIntegerField(
+        null=True, blank=True, help_text="Input and output. The part that the upstream did not report is an estimate."
+    )
+    metered_tokens = models.BigIntegerField(
+        null=True, blank=True, editable=False, help_text="Part of the tokens that is included in a usage record."
+    )
     counted = models.BooleanField(default=False, editable=False, help_text="Included in usage records.")
     priced = models.CharField(max_length=8, choices=Priced.choices, default=Priced.NO, blank=True)
     rate_ids = models.JSONField(null=True, blank=True, help_text="Ids of the model rates that the price was calculated from.")

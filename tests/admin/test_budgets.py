@@ -205,6 +205,20 @@ def test_the_page_of_a_budget_for_a_model_shows_its_top_ups(viewer: Client) -> N
     assert "release &lt;day&gt;" in fetch(viewer, row_url(made)) and "model claude-opus*" in fetch(viewer, LIST)
 
 
+def test_the_page_of_a_budget_in_tokens_shows_whole_numbers(viewer: Client) -> None:
+    made = budget(5_000_000, unit="tokens", period="week")
+    budgets.top_up(made.pk, Decimal(1_000_000), actor="eve", now=timezone.now())
+    facts = get_fields(viewer, row_url(made))
+    assert (facts["Left"].value, facts["Left"].note) == ("6,000,000 tokens", "of 6,000,000, 1,000,000 of it topped up")
+    assert facts["Spent"].value == "0 of 6,000,000 tokens" and facts["Applies to"].note == "model calls of all models"
+    assert facts["Warnings"].note == "3,000,000, 4,800,000, 6,000,000"
+    assert facts["On exhaustion"].value == "model calls are refused" and not facts["Open leases"].note
+    assert "5,000,000 tokens" in fetch(viewer, LIST)
+    assert "reserves its estimated tokens" in " ".join(describe_overshoot(made, 1, timezone.now()))
+    Budget.objects.update(estimated_tokens=1200)
+    assert ", 1,200 tokens estimated" in fetch(viewer, row_url(made))
+
+
 def test_the_overshoot_is_explained_with_the_budgets_numbers() -> None:
     now = timezone.now()
     hours = " ".join(describe_overshoot(budget(10), 12, now))

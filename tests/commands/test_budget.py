@@ -112,7 +112,7 @@ ADD = ["add", "1", "hours", "day"]
         ([*ADD, "--all", "--grace", "soon"], "--grace"), (ADD, "required"),
         (["add", "1", "hours", "year", "--all"], "invalid choice"),
         ([*ADD, "--all", "--time-zone", "Mars"], "name of a time zone"),
-        ([*ADD, "--all", "--model", "m"], "has an amount in USD"),
+        ([*ADD, "--all", "--model", "m"], "in USD or tokens"), (["add", "1.5", "tokens", "day", "--all"], "whole number"),
         ([*ADD, "--all", "--warn", "101"], "from 1 to 100"), (["top-up", "77", "1"], "No such budget: 77"),
         (["top-up", "77", "much"], "is not a decimal number"),
         (["set", "77", "--amount", "1"], "No such budget: 77"), (["remove", "77"], "No such budget: 77"),

@@ -39,6 +39,7 @@ READY = {"warm", "running", "waiting"}  # billed states
 FACTS = [
     "item", "source", "day", "began_at", "ended_at", "sandbox_id", "holder", "agent_did", "environment_id", "provider", "state",
     "memory_mib", "millicpus", "measured", "cpu_micros", "mib_micros", "size_bytes", "model", "calls", "input_tokens", "usd",
+    "estimated_tokens",
 ]  # fmt: skip
 TimeRange = tuple[datetime, datetime]
 HOUR = timedelta(hours=1)

@@ -33,6 +33,7 @@ BUDGET_ADMISSION, BUDGET_RESERVATION, BUDGET_UPDATES = (
 )
 TEST_HOSTS = "tests/unit/sandboxes/test_hosts.py"
 TEST_CALL_ADMISSION = "tests/unit/billing/test_call_admission.py"
+TEST_BUDGET_TOKENS = "tests/unit/billing/test_budget_tokens.py"
 AUTHORIZATION, REDACTION = "sandboxes/egress/authorization.py", "sandboxes/redaction/streams.py"
 REQUEST_FILTER, REQUEST_CLEANING, RESPONSES_SHAPES = (
     "sandboxes/egress/request_filter/requests.py",
@@ -935,17 +936,38 @@ MUTANTS = (
     ),
     Mutant(
         name="spend-limit-without-calls-in-flight",
-        path="billing/budgets/call_sums.py",
-        before="COALESCE(cost, reserved, 0) - ",
-        after="COALESCE(cost, 0) - ",
+        path="billing/call_measures.py",
+        before='owed=(("cost",), ("reserved",))',
+        after='owed=(("cost",),)',
         tests=[f"{TEST_CALL_ADMISSION}::test_spend_limit_counts_calls_in_flight_with_their_estimate"],
     ),
     Mutant(
         name="budget-counts-a-changed-price-twice",
         path="billing/budgets/call_sums.py",
-        before=" - COALESCE(metered_cost, 0)",
+        before=" - COALESCE({measure.metered}, 0)",
         after="",
         tests=[f"{TEST_CALL_ADMISSION}::test_sum_is_exact_after_every_step_of_a_random_history"],
+    ),
+    Mutant(
+        name="budget-in-tokens-without-calls-in-flight",
+        path="billing/call_measures.py",
+        before='("reserved_tokens",), ',
+        after="",
+        tests=[f"{TEST_BUDGET_TOKENS}::test_calls_without_a_price_are_counted_and_refused"],
+    ),
+    Mutant(
+        name="lost-call-without-tokens",
+        path="sandboxes/egress/settlement.py",
+        before='tokens=Coalesce("tokens", "reserved_tokens"),',
+        after="",
+        tests=[f"{TEST_BUDGET_TOKENS}::test_lost_call_counts_its_reservation"],
+    ),
+    Mutant(
+        name="budget-in-tokens-ends-leases",
+        path="billing/budgets/admission.py",
+        before='model="", unit__in=[Unit.USD, Unit.HOURS])',
+        after='model="")',
+        tests=[f"{TEST_BUDGET_TOKENS}::test_exhausted_budget_in_tokens_refuses_no_start_and_ends_no_lease"],
     ),
     Mutant(
         name="lost-call-for-nothing",

@@ -15,7 +15,7 @@ ProcessStateEnum = Literal["running", "exited", "killed", "gone", "failed"]
 RestartPolicyEnum = Literal["never", "on_failure", "always"]
 StateEnum = Literal["warming", "warm", "running", "waiting", "suspended", "evicting", "cold", "destroying", "destroyed"]
 StopFailureKindEnum = Literal["lease", "queued_run", "agent_run", "command", "process"]
-UnitEnum = Literal["usd", "hours"]
+UnitEnum = Literal["usd", "hours", "tokens"]
 
 
 class Agent(TypedDict):

@@ -32,7 +32,7 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(dest="action", required=True)
         actions.add_parser("list", help="print one line per budget")
         add = actions.add_parser("add", help="create a budget")
-        add.add_argument("amount", help="amount, such as 12.50")
+        add.add_argument("amount", help="amount, such as 12.50; of tokens a whole number")
         add.add_argument("unit", choices=Unit.values)
         add.add_argument("period", choices=Period.values, help="calendar period; ever: no reset")
         add.add_argument("--model", default="", metavar="PATTERN", help='only calls of these models, such as "claude-opus*"')
@@ -163,7 +163,7 @@ def _format_budget(budget: Budget) -> str:
     notes.append(f"{format_decimal(reserved)} reserved" if reserved else "")
     notes.append("hard" if budget.hard else "soft")
     notes.append(f"warns at {', '.join(map(str, budget.warn_percents))} %" if budget.warn_percents else "no warnings")
-    if budget.hard and not budget.model:
+    if budget.hard and not budget.counts_calls_alone:
         notes.append(f"grace {budget.grace.total_seconds():g}s")
     if not budget.active:
         notes.append("disabled")

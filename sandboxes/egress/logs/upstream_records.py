@@ -81,7 +81,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
         counts["recorded"] += bool(applicable and row.recorded_at is None)
         for record in applicable:
             _apply_record(record, row, now=now)
-    changed = [*TOKEN_COLUMNS, "token_counts", "cost", "priced", "rate_ids", "recorded_at", "counted", "code"]
+    changed = [*TOKEN_COLUMNS, "tokens", "token_counts", "cost", "priced", "rate_ids", "recorded_at", "counted", "code"]
     LlmCall.objects.bulk_update(rows.values(), changed, batch_size=200)
     _count_missing([call_id for call_id in records_by_call if call_id not in rows], counts)
     if counts["malformed"]:
@@ -116,6 +116,9 @@ def _apply_record(record: UpstreamRecord, row: LlmCall, *, now: datetime) -> Non
         count, known = getattr(record, name), getattr(row, name)
         if count is not None and (record.exact or known is None or count > known):
             setattr(row, name, count)
+    reported = (row.input_tokens or 0) + (row.output_tokens or 0)
+    is_whole = record.exact and record.input_tokens is not None and record.output_tokens is not None
+    row.tokens = reported if is_whole else max(reported, row.tokens or 0)
     if not record.exact and row.token_counts and not is_lower_estimate:
         row.token_counts = _replace_output(row.token_counts, row.output_tokens or 0)
     is_better = row.priced != LlmCall.Priced.RECORD or row.cost is None or (record.cost or 0) > row.cost

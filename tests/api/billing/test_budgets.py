@@ -111,7 +111,7 @@ def test_an_agents_key_reads_figures_only_of_budgets_of_its_own(ada: ApiClient, 
     for scope, subject in scopes.items():
         mark_exhausted(create_budget(9, scope=scope, subject=subject, hard=False))
     assert ada.post("leases", acquire_body()).status_code == 201
-    figures = ("amount", "topped_up", "spent", "remaining", "estimated_usd", "unpriced_calls", "runs_out")
+    figures = ("amount", "topped_up", "spent", "remaining", "estimated_usd", "estimated_tokens", "unpriced_calls", "runs_out")
     shown = {row["scope"]: row for row in ada.get("budgets").json()["results"]}
     assert {scope: [name for name in figures if row[name] is not None] for scope, row in shown.items()} == {
         "agent": [*figures], "key": [*figures], "environment_type": ["amount", "topped_up"], "account": [], "all": [],
@@ -159,7 +159,7 @@ def test_a_budget_is_returned_whole(operator: ApiClient) -> None:
         "id": budget.pk, "scope": "all", "subject": "", "unit": "usd", "amount": "1.5", "period": "day", "hard": True,
         "model": "", "time_zone": "UTC", "topped_up": "0", "remaining": "0", "expected": None, "warn_percents": [50],
         "warn_percent": 50, "grace_seconds": 90, "active": True, "spent": "1.5", "reserved": "0", "exhausted": True,
-        "estimated_usd": "0.25", "unpriced_calls": 5,
+        "estimated_usd": "0.25", "estimated_tokens": 0, "unpriced_calls": 5,
         "runs_out": f"{ends - timedelta(days=1):%Y-%m-%d}",
     }  # fmt: skip
     yesterday = start_of_day(to_utc_date(timezone.now()) - timedelta(days=1))

@@ -120,6 +120,11 @@ class Knowledge:
         return sum((self.counts or {}).get(kind, 0) for kind in OUTPUT_KINDS)
 
 
+def sum_tokens(counts: Counts) -> int:
+    """Sum all kinds but web searches, which are requests."""
+    return sum(count for kind, count in counts.items() if kind in INPUT_KINDS or kind in OUTPUT_KINDS)
+
+
 def find_complete(events: list[Event], received: int) -> list[Event]:
     """Return the events whose last byte is among the first `received` bytes of a stream."""
     complete, end = [], 0
@@ -143,6 +148,8 @@ class ExpectedCall:
     usd: Fraction | None = None
     source: str = ""
     reserved: Fraction | None = None
+    tokens: int = 0  # reserved, and those of the call once it has ended
+    reported_tokens: int = 0  # part of the tokens
     is_open: bool = False
     is_partial: bool = False  # more tokens may have been generated than are known
 
@@ -151,14 +158,22 @@ class ExpectedCall:
         """Amount that limits and budgets count."""
         return (self.usd if self.usd is not None else self.reserved) or Fraction(0)
 
+    def expect_tokens(self, known: Knowledge, output: int) -> None:
+        """Expect the reported input, or the estimated one, and an output of this size."""
+        reported = None if known.counts is None else sum_tokens(known.counts)
+        self.reported_tokens = reported or 0
+        self.tokens = (self.input_tokens if reported is None else reported - known.reported_output) + output
+
     def expect_stream(self, known: Knowledge, script: Script) -> None:
         self.counts, self.tier = known.counts, known.tier
+        estimated = max(known.reported_output, min(known.output_tokens, self.max_output))
+        self.expect_tokens(known, known.reported_output if known.is_whole else estimated)
         if known.has_cost:
             self.expect_stated_cost(str(script.cost))
         elif known.is_whole:
             self.price_by_rate()
         else:
-            self._estimate(known, max(known.reported_output, min(known.output_tokens, self.max_output)))
+            self._estimate(known, estimated)
 
     def expect_document(self, script: Script, header: str | None, received: int, *, is_whole: bool, is_answered: bool) -> None:
         """`is_answered`: the connection to the upstream ended in good order."""
@@ -166,20 +181,23 @@ class ExpectedCall:
             self.counts, self.tier = script.counts, script.tier
         elif is_whole and not script.is_tier_in_usage:
             self.tier = script.tier
+        known = Knowledge(counts=self.counts, tier=self.tier)
+        output = min(ceil(Fraction(received, 3)), self.max_output) if is_answered else self.max_output
+        self.expect_tokens(known, output if self.counts is None else known.reported_output)
         if header is not None:
             self.expect_stated_cost(header)
         elif self.counts is not None:
             self.price_by_rate()
         else:
-            output = min(ceil(Fraction(received, 3)), self.max_output) if is_answered else self.max_output
-            self._estimate(Knowledge(tier=self.tier), output)
+            self._estimate(known, output)
 
     def expect_noted(self, known: Knowledge) -> None:
         """The process writes the usage of the open call, for its successor."""
         assert known.counts is not None
         self.counts, self.tier, self.is_partial = known.counts, known.tier, True
+        output = max(known.reported_output, self.max_output)
+        self.expect_tokens(known, output)
         if self.prices.rates:
-            output = max(known.reported_output, self.max_output)
             self.reserved = self.prices.estimate_output(known.counts, output, self.started_at, known.tier)
 
     def expect_stated_cost(self, text: str) -> None:

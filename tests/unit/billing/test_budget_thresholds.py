@@ -71,6 +71,9 @@ def test_jump_over_several_thresholds_sends_the_highest(hours: list[float], sent
     assert [percent for kind, percent in list_thresholds() if kind == "warning"] == sent
 
 
+@pytest.mark.skipif(
+    connection.vendor != "postgresql", reason="SQLite loses the old column when a later migration copies the table"
+)
 def test_upgrade_keeps_the_warning_of_each_budget() -> None:
     historical: Any = MigrationLoader(connection).project_state(("billing", "0027_budget_scopes")).apps
     rows = historical.get_model("billing", "Budget")._base_manager

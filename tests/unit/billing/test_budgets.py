@@ -236,16 +236,16 @@ def test_usd_budget_names_the_estimated_part_and_the_unpriced_calls(grant: AnyCa
     usd = create_budget(100, "usd", period)
     run_billing_sweeps(NOW + 3 * MINUTE)
     usd.refresh_from_db(), hours.refresh_from_db()
-    assert (usd.spent, budgets.get_uncertainty(usd, NOW + 3 * MINUTE)) == (Decimal("1.25"), (5, Decimal("0.25")))
-    assert budgets.get_uncertainty(hours, NOW + 3 * MINUTE) == (0, 0)
+    assert (usd.spent, budgets.get_uncertainty(usd, NOW + 3 * MINUTE)) == (Decimal("1.25"), (5, Decimal("0.25"), 0))
+    assert budgets.get_uncertainty(hours, NOW + 3 * MINUTE) == (0, 0, 0)
     later = NOW + timedelta(days=40)
-    assert budgets.get_uncertainty(usd, later) == ((5, Decimal("0.25")) if period == "ever" else (0, 0))
+    assert budgets.get_uncertainty(usd, later) == ((5, Decimal("0.25"), 0) if period == "ever" else (0, 0, 0))
 
 
 def test_hourly_usd_budget_counts_the_reservation_of_an_open_call_as_estimated(grant: AnyCallable) -> None:
     create_llm_call(grant(), cost=None, priced="", reserved=Decimal(2), outcome="open", ended_at=None)
     budget = create_budget(100, "usd", "hour")
-    assert (budget.spent, budgets.get_uncertainty(budget, NOW)) == (2, (0, 2))
+    assert (budget.spent, budgets.get_uncertainty(budget, NOW)) == (2, (0, 2, 0))
 
 
 def test_usd_budget_counts_costs_exactly(grant: AnyCallable) -> None:

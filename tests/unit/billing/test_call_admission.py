@@ -205,7 +205,7 @@ def test_sum_is_exact_after_every_step_of_a_random_history(
     leases = [lease, start(grant, BOB, "game-2")]
     join_account("crew", "2026-11-01")
     join_account("team", f"{MIDNIGHT:%Y-%m-%d}")
-    budget = create_budget(1000, "usd", period, scope=scope, subject=subject)
+    budget, in_tokens = (create_budget(10**6, unit, period, scope=scope, subject=subject) for unit in ("usd", "tokens"))
 
     def is_in_scope(row: LlmCall) -> bool:
         account = "house" if row.agent_did == BOB else "crew" if row.started_at < MIDNIGHT else "team"
@@ -215,20 +215,24 @@ def test_sum_is_exact_after_every_step_of_a_random_history(
     sweeps: dict[str, Callable[[], object]] = {
         "meter": lambda: metering.meter_usage(now=now),
         "price": lambda: costs.price_usage(now=now),
-        "update": lambda: budgets.update_spending(budget.pk, now=now),
+        "update": lambda: [budgets.update_spending(each.pk, now=now) for each in (budget, in_tokens)],
         "all": lambda: run_billing_sweeps(now),
         "again": lambda: derive_again(now),
         "lost": lambda: settlement.close_abandoned(now=now),
     }
     for _ in range(40):
-        step = rng.choice(["open", "open", "close", "close", "record", "wait", *sweeps])
+        step = rng.choice(["open", "open", "close", "close", "record", "older", "wait", *sweeps])
         if step == "open":
             rows.append(open_call(rng.choice(leases), TokenEstimate(rng.randrange(1000), rng.randrange(1000)), now=now))
         elif step == "close" and rows:
             close_call(rng.choice(rows), rng.choice([None, rng.randrange(3000)]), now=now)
-        elif step == "record" and rows:  # a better price arrives from the upstream's records
+        elif step == "record" and rows:  # a better price and better counts arrive from the upstream's records
             changed = LlmCall.objects.filter(pk=rng.choice(rows).pk, ended_at__isnull=False)
-            changed.update(cost=Decimal(rng.randrange(10**6)).scaleb(-9), priced="record", counted=False)
+            usd, counts = Decimal(rng.randrange(10**6)).scaleb(-9), {"input_tokens": 10, "tokens": rng.randrange(10, 3000)}
+            changed.update(cost=usd, priced="record", counted=False, **counts)
+        elif step == "older" and rows:  # as if the version before had admitted and ended the call
+            older = LlmCall.objects.filter(pk=rng.choice(rows).pk, ended_at__isnull=False, metered_tokens=None)
+            older.filter(input_tokens__isnull=False).update(tokens=None, reserved_tokens=None)
         elif step == "wait":
             now += timedelta(minutes=rng.choice([1, 20, 90]))
         elif step in sweeps:
@@ -236,16 +240,23 @@ def test_sum_is_exact_after_every_step_of_a_random_history(
         if now >= MIDNIGHT:  # changes of an earlier day are part of the sum after the next update
             sweeps["update"]()
         began, _ = budgets.compute_period_bounds(period, now)
-        expected = [
-            row.reserved if row.cost is None else row.cost
-            for row in LlmCall.objects.filter(started_at__gte=began).exclude(outcome="refused")
-            if is_in_scope(row)
-        ]
-        budget.refresh_from_db()
+        counted = LlmCall.objects.filter(started_at__gte=began).exclude(outcome="refused")
+        expected = [row for row in counted if is_in_scope(row)]
+        budget.refresh_from_db(), in_tokens.refresh_from_db()
         spent, others = call_admission.sum_spent_now(budget, now=now), budget.spent - budget.calls_spent
-        assert spent - others == sum(expected, Decimal(0)), step
+        assert spent - others == sum((get_usd(row) for row in expected), Decimal(0)), step
+        assert call_admission.sum_spent_now(in_tokens, now=now) == sum(map(count_tokens, expected)), step
         lease_sum = LlmCall.objects.filter(holder=lease.pk).exclude(outcome="refused")
         assert budgets.sum_lease_calls(lease.pk) == sum((row.cost or row.reserved or 0 for row in lease_sum), Decimal(0)), step
+
+
+def get_usd(row: LlmCall) -> Decimal:
+    return (row.reserved if row.cost is None else row.cost) or Decimal(0)
+
+
+def count_tokens(row: LlmCall) -> int:
+    counts = (row.tokens, row.reserved_tokens, (row.input_tokens or 0) + (row.output_tokens or 0))
+    return next(count for count in counts if count is not None)
 
 
 def derive_again(now: datetime) -> None:

@@ -95,7 +95,9 @@ class CallHistories(RuleBasedStateMachine):
         Sandbox.objects.filter(holder=self.lease.pk).update(llm_limit=Decimal(10**6) if has_limit else None)
         self.slot = Sandbox.objects.values_list("slot", flat=True).get(holder=self.lease.pk)
         self.now, self.has_limit = BEGIN, has_limit
-        self.budget = create_budget(10**6, "usd", "month", scope="agent", subject=ADA, hard=False, now=BEGIN)
+        fields = {"scope": "agent", "subject": ADA, "hard": False, "now": BEGIN}
+        self.budget = create_budget(10**6, "usd", "month", **fields)
+        self.token_budget = create_budget(10**9, "tokens", "month", **fields)
         self.process = ProxyProcess(lambda: self.now)
         self.calls: dict[str, ExpectedCall] = {}
         self.prices = {name: PriceList() for name in VENDORS}
@@ -123,6 +125,7 @@ class CallHistories(RuleBasedStateMachine):
         limit = 0 if name == "embeddings" else max_tokens or DEFAULT_MAX_TOKENS
         prices = self.prices[name]
         expected = ExpectedCall(self.now, prices, input_tokens=ceil(len(json.dumps(body)) / 3), max_output=limit)
+        expected.tokens = expected.input_tokens + limit
         if prices.rates:
             expected.reserved = prices.estimate(expected.input_tokens, limit, self.now)
         end = data.draw(st.sampled_from(["whole", "whole", "leaves", "breaks", "ends", "dies", "refused"]), label="end")
@@ -168,7 +171,7 @@ class CallHistories(RuleBasedStateMachine):
         patience = data.draw(st.integers(0, 5), label="patience") if end == "leaves" else None
         if end == "refused":
             answer.status = data.draw(st.sampled_from([400, 429, 500, 503, 529]), label="status")
-            expected.usd, expected.source = Fraction(0), "free"
+            expected.usd, expected.source, expected.tokens = Fraction(0), "free", 0
         answer.fail = {"breaks": break_off, "dies": self.process.die}.get(end)
         assert self.slot is not None
         call_id, _ = self.process.call(self.slot, path, body, answer, patience)
@@ -253,7 +256,10 @@ class CallHistories(RuleBasedStateMachine):
         call_id = data.draw(st.sampled_from(ended), label="recorded call")
         line = {"call": call_id, "status": "success", "error": "" if is_exact else "disconnected", "input": 1, "cached": 0,
                 "output": output, "cost": float(Decimal(nano).scaleb(-9))}  # fmt: skip
-        call, reported = self.calls[call_id], LlmCall.objects.get(call_id=call_id).output_tokens or 0
+        call, row = self.calls[call_id], LlmCall.objects.get(call_id=call_id)
+        reported = row.output_tokens or 0
+        known = (1 if is_exact else max(1, row.input_tokens or 0)) + (output if is_exact else max(output, reported))
+        call.tokens, call.reported_tokens = known if is_exact else max(known, call.tokens), known
         upstream_records.apply_lines([json.dumps(line).encode()], now=self.now)
         if is_exact or reported <= output or call.source not in ("upstream", "rate"):
             call.usd, call.source = Fraction(nano, 10**9), "record"
@@ -270,7 +276,12 @@ class CallHistories(RuleBasedStateMachine):
     def meter(self) -> None:
         metering.meter_usage(now=self.now)
         costs.price_usage(now=self.now)
-        budgets.update_spending(self.budget.pk, now=self.now)
+        self.update_budgets()
+
+    def update_budgets(self) -> None:
+        for budget in (self.budget, self.token_budget):
+            budgets.update_spending(budget.pk, now=self.now)
+            budget.refresh_from_db()
 
     @invariant()
     def prices_and_limits_are_exact(self) -> None:
@@ -282,13 +293,16 @@ class CallHistories(RuleBasedStateMachine):
             row = rows[call_id]
             assert (row.cost is not None and Fraction(row.cost), row.priced) == (call.usd is not None and call.usd, call.source)
             assert (row.ended_at is None) == call.is_open
+            assert (row.reserved_tokens if call.is_open else row.tokens) == call.tokens
             assert not call.is_open or Fraction(row.reserved or 0) == (call.reserved or 0)
         total = sum((call.owed for call in self.calls.values()), Fraction(0))
         assert Fraction(budgets.sum_lease_calls(self.lease.pk)) == total
         if self.now >= MIDNIGHT:  # changes of an earlier day are part of the sum after the next update
-            budgets.update_spending(self.budget.pk, now=self.now)
-        self.budget.refresh_from_db()
+            self.update_budgets()
+        self.budget.refresh_from_db(), self.token_budget.refresh_from_db()
         assert Fraction(call_admission.sum_spent_now(self.budget, now=self.now)) == total
+        tokens = sum(call.tokens for call in self.calls.values())
+        assert call_admission.sum_spent_now(self.token_budget, now=self.now) == tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "calls"):
@@ -305,9 +319,10 @@ class CallHistories(RuleBasedStateMachine):
         derivation.reset_usage_and_costs()
         derivation.derive_usage_and_costs(now=self.now)
         assert self.sum_costs() == expected
-        budgets.update_spending(self.budget.pk, now=self.now)
-        self.budget.refresh_from_db()
+        self.update_budgets()
         assert Fraction(self.budget.spent) == expected[0]
+        tokens, reported = (sum(getattr(call, name) for call in ended) for name in ("tokens", "reported_tokens"))
+        assert (self.token_budget.spent, self.token_budget.estimated_tokens) == (tokens, tokens - reported)
 
     def sum_costs(self) -> tuple[Fraction, Fraction, int]:
         """Return cost, its estimated part, and the number of calls without a price, as `/costs` shows them."""

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from billing import budgets
+from billing.budgets import call_admission
 from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import MINUTE, NOW
 from tests.support.billing import create_budget
@@ -101,6 +102,27 @@ def test_limit_holds(limited: Sandbox, upstream: FakeUpstream, socket_path: Path
     assert priced == (
         {"estimate"} if way in ("no usage", "not JSON", "stream without usage", "stream that breaks off") else {"rate"}
     )
+
+
+@pytest.mark.parametrize("way", ["usage", "no usage", "stream", "stream without usage", "stream that breaks off"])
+def test_budget_in_tokens_holds_for_a_model_without_a_price(
+    sandbox: Sandbox, upstream: FakeUpstream, socket_path: Path, settings: Any, way: str
+) -> None:
+    settings.LLM_MODELS = ["*"]
+    budget = create_budget(3000, "tokens", scope="agent", subject=sandbox.agent_did)
+    upstream.answer, fields, path = WAYS[way]
+    replies = []
+    for _ in range(5):
+        replies.append(send(socket_path, {**REQUEST, **fields}, path))
+        wait_until_closed()
+    answered, statuses = len(upstream.requests), [reply.status for reply in replies]
+    assert 2 <= answered <= 3 and statuses[answered:] == [402] * (5 - answered)
+    assert 0.9 * 2000 <= call_admission.sum_spent_now(budget, now=NOW) <= 3000 * 1.02  # the error of the estimates
+    first = LlmCall.objects.earliest("pk")
+    assert replies[0].headers["X-Leasehold-Remaining-Tokens"] == str(3000 - (first.reserved_tokens or 0))
+    refused = replies[-1]
+    assert (refused.headers["x-should-retry"], refused.document["error"]["code"]) == ("false", "budget_exhausted")
+    assert (refused.document["error"]["unit"], refused.document["error"]["limit"]) == ("tokens", "3000")
 
 
 class Reply(NamedTuple):

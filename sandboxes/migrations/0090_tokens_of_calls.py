@@ -5,7 +5,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
 
-    dependencies = [("sandboxes", "0087_host_clock_offset")]
+    dependencies = [("sandboxes", "0089_replaced_list_index")]
 
     operations = [
         migrations.AddField(

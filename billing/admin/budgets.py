@@ -104,9 +104,6 @@ class PercentListField(forms.Field):
             raise ValidationError("Enter whole numbers, separated by commas.")
         return sorted({int(part) for part in parts})
 
-    def has_changed(self, initial: Any, data: Any) -> bool:
-        return super().has_changed(self.prepare_value(initial), data)
-
 
 class BudgetForm(forms.ModelForm):
     """Budget whose subject must exist. An agent may be named before its first lease."""
@@ -118,6 +115,9 @@ class BudgetForm(forms.ModelForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        for field in self.fields.values():
+            # The form posts the values that it showed: changed fields differ from those, not from a row that is newer.
+            field.show_hidden_initial = self.instance.pk is not None
         if "scope" in self.fields:  # absent on read-only pages
             scope: Any = self.fields["scope"]
             scope.choices = [(value, capfirst(label)) for value, label in scope.choices]
@@ -192,7 +192,12 @@ class BudgetAdmin(ConsoleModelAdmin):
     row_actions = {"turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
 
     def save_model(self, request: HttpRequest, obj: Budget, form: Any, change: bool) -> None:
-        budgets.save_budget(obj, now=database_time.now())
+        now = database_time.now()
+        if change:
+            budgets.change_budget(obj.pk, {name: form.cleaned_data[name] for name in form.changed_data}, now=now)
+            obj.refresh_from_db()
+        else:
+            budgets.create_budget(obj, now=now)
         kind = REFERENCE_KINDS.get(Scope(obj.scope))
         if kind and (warning := get_reference(kind).find_warning(obj.subject)):
             messages.warning(request, warning)

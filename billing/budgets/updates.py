@@ -1,6 +1,6 @@
 """Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from decimal import Decimal
 from typing import Any
@@ -26,9 +26,6 @@ from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-OPERATOR_FIELDS = [
-    "scope", "subject", "model", "unit", "amount", "period", "time_zone", "hard", "warn_percents", "grace", "active",
-]  # fmt: skip
 UPDATED_FIELDS = [
     "spent", "unpriced", "estimated_usd", "calls_spent", "calls_before", "calls_day", "reserved", "spent_at", "period_began",
     "warned_for", "warned_percent", "exhausted_for", "exhausted_at",
@@ -112,26 +109,13 @@ def _emit_event(budget: Budget, event: EventType, percent: int, *, now: datetime
     )  # fmt: skip
 
 
-def save_budget(budget: Budget, *, now: datetime) -> None:
-    """Create a budget or change the fields that operators set, and update its spending at once.
+def create_budget(budget: Budget, *, request_id: UUID | None = None, now: datetime) -> tuple[Budget, bool]:
+    """Create a budget, once for a request, and update its spending at once. Return it, and whether this call created it.
 
     Raise ValidationError with the name of an invalid field."""
-    budget.full_clean()
-    with transaction.atomic():
-        if budget.pk is None:
-            budget.created_at = now
-            budget.save()
-        else:
-            _write_changes(budget)
-    refresh(budget, now=now)
-
-
-def create_once(budget: Budget, request_id: UUID, *, now: datetime) -> tuple[Budget, bool]:
-    """Create a budget, once for a request. Return it, and whether this call created it. Raise ValidationError."""
     budget.request_id = request_id
     with transaction.atomic():
-        sql.lock_key(f"budget request {request_id}")
-        present = Budget.objects.filter(request_id=request_id).first()
+        present = _lock_created(request_id) if request_id else None
         if present is None:
             budget.full_clean()
             budget.created_at = now
@@ -141,8 +125,16 @@ def create_once(budget: Budget, request_id: UUID, *, now: datetime) -> tuple[Bud
     return created, present is None
 
 
+def _lock_created(request_id: UUID) -> Budget | None:
+    """Return the budget that this request has created. A concurrent repetition of the request waits until the commit."""
+    sql.lock_key(f"budget request {request_id}")
+    return Budget.objects.filter(request_id=request_id).first()
+
+
 def change_budget(pk: int, changes: Mapping[str, Any], *, now: datetime) -> Budget:
-    """Change some of the fields that operators set, in the current row. Raise BudgetNotFound, ValidationError."""
+    """Change the stated fields of the current row, and update its spending at once.
+
+    A concurrent change of other fields is kept. Raise BudgetNotFound, or ValidationError with the name of an invalid field."""
     with transaction.atomic():
         budget = Budget.objects.select_for_update(no_key=True).filter(pk=pk).first()
         if budget is None:
@@ -150,16 +142,17 @@ def change_budget(pk: int, changes: Mapping[str, Any], *, now: datetime) -> Budg
         for field, value in changes.items():
             setattr(budget, field, value)
         budget.full_clean()
-        _write_changes(budget)
+        _write_changes(budget, changes)
+        checkpoint("budget changed", budget)
     refresh(budget, now=now)
     return budget
 
 
-def _write_changes(budget: Budget) -> None:
+def _write_changes(budget: Budget, fields: Iterable[str]) -> None:
     unchanged = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
     # Leases that were not subject to this budget before get a full grace period.
     Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
-    budget.save(update_fields=OPERATOR_FIELDS)
+    budget.save(update_fields=fields)
 
 
 def refresh(budget: Budget, *, now: datetime) -> None:

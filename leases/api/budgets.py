@@ -113,7 +113,8 @@ class BudgetListView(BudgetApiView):
         def act(run_id: UUID) -> StatusAndBody:
             with name_fields():
                 stated = Budget(**to_columns(data))
-                budget, is_new = budgets.create_once(stated, self.derive_request_id(run_id), now=self.now)
+                request_id = self.derive_request_id(run_id)
+                budget, is_new = budgets.create_budget(stated, request_id=request_id, now=self.now)
             require_same(stated, budget, FIXED_FIELDS)
             if is_new:
                 self.log_change("budget created", budget)

@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Group, Permission
 from django.core.cache import cache
 from django.test import Client
@@ -23,7 +24,7 @@ from sandboxes.runs.operations import Command
 from tests.admin.conftest import ADA
 from tests.conftest import MINUTE
 from tests.support.billing import create_budget, create_llm_call, create_time_usage
-from tests.support.console import WHY, assert_constant_queries, count_queries, fetch, get_fields, list_rows, row_url
+from tests.support.console import WHY, assert_constant_queries, count_queries, fetch, get_fields, list_rows, read_form, row_url
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
@@ -68,6 +69,22 @@ def test_a_budget_is_added_and_changed_with_its_spending(administrator: Client, 
     changed = Budget.objects.get()
     assert (changed.amount, changed.grace, changed.warned_for) == (40, timedelta(0), None)
     assert (changed.active, changed.created_at) == (True, made.created_at)
+
+
+@pytest.mark.parametrize("first", ["form", "request"])
+def test_a_form_and_a_request_that_change_different_fields_are_both_kept(first: str, administrator: Client) -> None:
+    """The request is carried out while the form is open, or after it was saved."""
+    made = budget(10, warn_percents=[50, 80])
+    form = read_form(administrator, row_url(made)) | {"grace": "30s"}
+    changes = {"amount": Decimal(20), "warn_percents": [90], "hard": False}
+    if first == "request":
+        budgets.change_budget(made.pk, changes, now=timezone.now())
+    assert administrator.post(row_url(made), form).status_code == 302
+    if first == "form":
+        budgets.change_budget(made.pk, changes, now=timezone.now())
+    made.refresh_from_db()
+    assert (made.amount, made.warn_percents, made.hard, made.grace) == (20, [90], False, timedelta(seconds=30))
+    assert LogEntry.objects.get().get_change_message() == "Changed Grace period."
 
 
 def test_an_invalid_budget_is_refused(administrator: Client) -> None:

@@ -35,6 +35,7 @@ from billing.admin.budget_usage import (
     render_reset_time,
 )
 from billing.admin.overshoot import describe_overshoot
+from billing.admin.top_ups import TOP_UP_ACTION
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import UTC_ZONE_NAME, Period, Scope, Unit, get_default_warn_percents
 from sandboxes.admin.base.actions import AdminAction
@@ -122,8 +123,8 @@ class BudgetForm(forms.ModelForm):
             scope: Any = self.fields["scope"]
             scope.choices = [(value, capfirst(label)) for value, label in scope.choices]
             self.fields["subject"].help_text = (
-                "DID of an agent, number or prefix of an API key, name of an environment type or of an account. "
-                "Leave empty for everything. Keys, types and accounts must exist. An agent may be named before it joins."
+                "DID of an agent, number or prefix of an API key, name of an environment type, an account or a project. "
+                "Leave empty for everything. All but agents must exist; an agent may be named before it joins."
             )
             self.fields[
                 "hard"
@@ -189,7 +190,7 @@ class BudgetAdmin(ConsoleModelAdmin):
     formfield_overrides = {**ConsoleModelAdmin.formfield_overrides, models.DurationField: {"form_class": DurationOrZeroField}}
     labels = {"hard": "Hard limit", "warn_percents": "Warn at (%)", "grace": "Grace period"}
     change_form_outer_before_template = "admin/billing/budget/page.html"
-    row_actions = {"turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
+    row_actions = {"top_up": TOP_UP_ACTION, "turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
 
     def save_model(self, request: HttpRequest, obj: Budget, form: Any, change: bool) -> None:
         now = database_time.now()
@@ -301,7 +302,7 @@ class BudgetAdmin(ConsoleModelAdmin):
             SummaryField(
                 "Warnings",
                 f"at {format_percents(row.warn_percents)}" if row.warn_percents else "none",
-                note=", ".join(format_usd(limit * percent / 100) for percent in row.warn_percents),
+                note=_format_warning_amounts(row, limit),
             ),
             SummaryField(
                 "On exhaustion",
@@ -314,6 +315,11 @@ class BudgetAdmin(ConsoleModelAdmin):
                 "Open leases", f"{count:,}", note=f"{reserved} reserved for each" if row.hard and not row.model else ""
             ),
         ]
+
+
+def _format_warning_amounts(row: Budget, limit: Decimal) -> str:
+    amounts = ", ".join(format_usd(limit * percent / 100) for percent in row.warn_percents)
+    return f"{amounts} {row.unit_label}" if amounts else ""
 
 
 def build_reservation_field(row: Budget, now: datetime) -> SummaryField:

@@ -21,20 +21,20 @@ MAX_TOPPED_UP = Decimal(10**9)  # of the column
 
 def top_up(
     pk: int, amount: Decimal, *, note: str = "", actor: str, request_id: UUID | None = None, now: datetime
-) -> tuple[Budget, BudgetTopUp]:
+) -> tuple[Budget, BudgetTopUp, bool]:
     """Add an amount to the current period of a budget, once for a request. It expires with the period.
 
-    Admission counts the amount at once. Raise BudgetNotFound, or ValidationError with the name of an invalid field."""
+    Return the budget, the row, and whether this call added the row. Admission counts the amount at once. Raise BudgetNotFound,
+    or ValidationError with the name of an invalid field."""
     with transaction.atomic():
         budget = Budget.objects.select_for_update(no_key=True).filter(pk=pk).first()
         if budget is None:
             raise BudgetNotFound
-        row = BudgetTopUp.objects.filter(pk=request_id).first() if request_id else None
-        if row is None:
-            row = _add_top_up(budget, amount, note=note, actor=actor, request_id=request_id, now=now)
+        present = BudgetTopUp.objects.filter(pk=request_id).first() if request_id else None
+        row = present or _add_top_up(budget, amount, note=note, actor=actor, request_id=request_id, now=now)
         checkpoint("budget topped up", budget)
     refresh(budget, now=now)
-    return budget, row
+    return budget, row, present is None
 
 
 def _add_top_up(

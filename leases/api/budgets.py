@@ -194,7 +194,7 @@ class TopUpListView(BudgetApiView):
         def act(run_id: UUID) -> StatusAndBody:
             request_id = self.derive_request_id(run_id)
             with name_fields():
-                topped_up, row = budgets.top_up(budget.pk, **data, actor=self.actor, request_id=request_id, now=self.now)
+                topped_up, row, _ = budgets.top_up(budget.pk, **data, actor=self.actor, request_id=request_id, now=self.now)
             require_same(BudgetTopUp(**data), row, data)
             return 201, {"top_up": serialize_top_up(row), "budget": self.serialize(topped_up)}
 

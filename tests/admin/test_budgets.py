@@ -24,7 +24,17 @@ from sandboxes.runs.operations import Command
 from tests.admin.conftest import ADA
 from tests.conftest import MINUTE
 from tests.support.billing import create_budget, create_llm_call, create_time_usage
-from tests.support.console import WHY, assert_constant_queries, count_queries, fetch, get_fields, list_rows, read_form, row_url
+from tests.support.console import (
+    WHY,
+    assert_constant_queries,
+    count_queries,
+    fetch,
+    get_fields,
+    list_messages,
+    list_rows,
+    read_form,
+    row_url,
+)
 
 pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("stopped_clock")]
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
@@ -132,6 +142,37 @@ def test_a_budget_is_turned_off_and_on_again(administrator: Client, spend: Calla
         assert made.active is active
     assert made.spent >= 2
     assert len(administrator.get(row_url(made)).context["audit"]) == 2
+
+
+def top_up_fields(client: Client, row: Budget, **fields: str) -> dict[str, str]:
+    return read_form(client, row_url(row, "top_up")) | {"reason": "release day"} | fields
+
+
+def test_a_budget_is_topped_up_once_for_a_dialog(administrator: Client) -> None:
+    made = budget(10, unit="usd", period="month")
+    dialog = administrator.get(row_url(made, "top_up")).content.decode()
+    assert "Amount (USD)" in dialog and "The period has 10 USD. It ends at" in dialog
+    form = top_up_fields(administrator, made, amount="2.5")
+    assert list_messages(administrator.post(row_url(made, "top_up"), form)) == ["1 budget topped up."]
+    again = administrator.post(row_url(made, "top_up"), form | {"amount": "3"})
+    assert "its amount was added once" in list_messages(again)[-1]
+    (row,) = made.top_ups.all()
+    assert (row.amount, row.note, row.actor) == (Decimal("2.5"), "release day", "administrator")
+    assert LogEntry.objects.get().get_change_message() == "Top up budget: release day"
+    assert administrator.post(row_url(made, "top_up"), top_up_fields(administrator, made, amount="1")).status_code == 200
+    assert made.top_ups.count() == 2
+
+
+def test_a_top_up_that_is_refused_names_its_field(administrator: Client, operator: Client, viewer: Client) -> None:
+    made = budget(10)
+    budgets.top_up(made.pk, Decimal(900_000_000), actor="eve", now=timezone.now())
+    for fields, field in (({"amount": "0"}, "amount"), ({"amount": "200000000"}, "amount"), ({"reason": ""}, "reason")):
+        form = top_up_fields(administrator, made, **{"amount": "1"} | fields)
+        answer = administrator.post(row_url(made, "top_up"), form)
+        assert [*answer.context["form"].errors] == [field]
+    for other in (operator, viewer):
+        other.post(row_url(made, "top_up"), form | {"reason": "release day"})
+    assert made.top_ups.count() == 1 and not LogEntry.objects.exists()
 
 
 # --- the list and the page --------------------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ OPERATOR_ACTIONS = {
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "policy": {"remove_credential"},
-    "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
+    "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"},
+    "budget": {"turn_off", "top_up"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
     "model_rate": {"withdraw"},
 }  # fmt: skip
@@ -265,6 +266,7 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
 
 def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
     fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "add": ADA, "agent_did": ADA}
+    fields |= {"amount": "5", "request_id": str(UUID(int=1))}
     acts = [(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})]
     for (model, name), pk in product(acts, [str(UUID(int=0)), "no-id", "_5F", "999", "9" * 40, "-1", "%00"]):
         url = f"/admin/{model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"

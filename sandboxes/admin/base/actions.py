@@ -11,7 +11,7 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import ADDITION, CHANGE, LogEntry
 from django.contrib.admin.utils import unquote
 from django.contrib.contenttypes.models import ContentType
-from django.core.exceptions import BadRequest, ValidationError
+from django.core.exceptions import NON_FIELD_ERRORS, BadRequest, ValidationError
 from django.db.models import Model, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
@@ -43,7 +43,7 @@ class ReasonForm(BaseDialogForm):
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"auto_id": "id_dialog_%s", **kwargs})  # the page behind may have a field of the same name
         self.warnings: list[str] = []
 
     @property
@@ -55,11 +55,15 @@ class ReasonForm(BaseDialogForm):
         """Return the warnings to show after the action has changed something."""
         return self.warnings
 
-    def add_refusal(self, refusal: SandboxError) -> None:
+    def add_refusal(self, refusal: SandboxError | ValidationError) -> None:
         """Show a refusal at the field that it names, or above the fields."""
-        named = str(refusal.extra.get("field") or refusal.code)
-        field = self.error_fields.get(named, named)
-        self.add_error(field if field in self.fields else None, str(refusal))
+        if isinstance(refusal, SandboxError):
+            named = {str(refusal.extra.get("field") or refusal.code): [str(refusal)]}
+        else:
+            named = refusal.message_dict if hasattr(refusal, "error_dict") else {NON_FIELD_ERRORS: refusal.messages}
+        for name, texts in named.items():
+            field = self.error_fields.get(name, name)
+            self.add_error(field if field in self.fields else None, texts)
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,8 @@ class ActionModelAdmin(ModelAdmin):
         except SandboxError as refusal:
             if refusal.has_changed:
                 declared.enqueue()
+            return _show_refusal(request, declared, form, refusal)
+        except ValidationError as refusal:  # of a model whose rules the form does not have
             return _show_refusal(request, declared, form, refusal)
         if changed:
             declared.enqueue()
@@ -383,7 +389,10 @@ def _build_list_method(name: str, declared: ListAction) -> Any:
 
 
 def _show_refusal(
-    request: HttpRequest, declared: AdminAction | CreateAction | ListAction, form: ReasonForm, refusal: SandboxError
+    request: HttpRequest,
+    declared: AdminAction | CreateAction | ListAction,
+    form: ReasonForm,
+    refusal: SandboxError | ValidationError,
 ) -> HttpResponse:
     """Render the open dialog again, with the refusal at its field."""
     form.add_refusal(refusal)

@@ -65,6 +65,7 @@ TOP_UP_ACTION = AdminAction(
     icon="add_card",
     permissions=("billing.change_budget",),
     creates=True,
+    is_logged=False,
     button="Top up",
     form=TopUpForm,
 )

@@ -13,6 +13,7 @@ from billing.budgets.updates import refresh
 from billing.errors import BudgetNotFound
 from billing.models import Budget, BudgetTopUp
 from billing.pricing import format_decimal
+from sandboxes import audit
 from sandboxes.lifecycle import checkpoint
 
 log = structlog.get_logger(__name__)
@@ -51,5 +52,7 @@ def _add_top_up(
         raise ValidationError({"amount": "The top-ups of a period must be less than 1,000,000,000."})
     row.save(force_insert=True)
     budget.save(update_fields=["topped_up", "topped_up_for"])
+    detail = ", ".join(filter(None, [f"{format_decimal(amount)} {budget.unit_label}", note]))
+    audit.record(budget, "Top up budget", detail, actor=actor, now=now)
     log.info("budget topped up", budget=budget.pk, amount=format_decimal(amount), actor=actor, note=note)
     return row

@@ -114,7 +114,7 @@ class BudgetListView(BudgetApiView):
             with name_fields():
                 stated = Budget(**to_columns(data))
                 request_id = self.derive_request_id(run_id)
-                budget, is_new = budgets.create_budget(stated, request_id=request_id, now=self.now)
+                budget, is_new = budgets.create_budget(stated, request_id=request_id, actor=self.actor, now=self.now)
             require_same(stated, budget, FIXED_FIELDS)
             if is_new:
                 self.log_change("budget created", budget)
@@ -145,7 +145,7 @@ class BudgetView(BudgetApiView):
         Needs an operator's key without a list of pools, with the scopes `costs` and `leases`."""
         changes = to_columns(self.validate_body(CHANGE_SERIALIZER))
         with name_fields():
-            budget = budgets.change_budget(self.get_budget(budget_id).pk, changes, now=self.now)
+            budget = budgets.change_budget(self.get_budget(budget_id).pk, changes, actor=self.actor, now=self.now)
         self.log_change("budget changed", budget, fields=sorted(changes))
         return Response(self.serialize(budget))
 
@@ -157,7 +157,7 @@ class BudgetView(BudgetApiView):
     def delete(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Delete a budget and its top-ups. Needs an operator's key without a list of pools, with `costs` and `leases`."""
         budget = self.get_budget(budget_id)
-        if not budgets.remove_budget(budget.pk, now=self.now):
+        if not budgets.remove_budget(budget.pk, actor=self.actor, now=self.now):
             raise BudgetNotFound
         self.log_change("budget deleted", budget)
         return Response(status=204)

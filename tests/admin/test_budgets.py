@@ -19,7 +19,7 @@ from billing.admin.overshoot import describe_overshoot
 from billing.models import Account, Budget
 from leases import api_keys, budget_enforcement, execution, leasing
 from leases.models import Agent, Lease
-from sandboxes.models import Event
+from sandboxes.models import Event, OperatorAction
 from sandboxes.runs.operations import Command
 from tests.admin.conftest import ADA
 from tests.conftest import MINUTE
@@ -158,7 +158,8 @@ def test_a_budget_is_topped_up_once_for_a_dialog(administrator: Client) -> None:
     assert "its amount was added once" in list_messages(again)[-1]
     (row,) = made.top_ups.all()
     assert (row.amount, row.note, row.actor) == (Decimal("2.5"), "release day", "administrator")
-    assert LogEntry.objects.get().get_change_message() == "Top up budget: release day"
+    (entry,) = administrator.get(row_url(made)).context["audit"]
+    assert (entry.action, entry.reason, entry.actor) == ("Top up budget", "2.5 USD, release day", "administrator")
     assert administrator.post(row_url(made, "top_up"), top_up_fields(administrator, made, amount="1")).status_code == 200
     assert made.top_ups.count() == 2
 
@@ -172,7 +173,32 @@ def test_a_top_up_that_is_refused_names_its_field(administrator: Client, operato
         assert [*answer.context["form"].errors] == [field]
     for other in (operator, viewer):
         other.post(row_url(made, "top_up"), form | {"reason": "release day"})
-    assert made.top_ups.count() == 1 and not LogEntry.objects.exists()
+    assert made.top_ups.count() == OperatorAction.objects.count() == 1 and not LogEntry.objects.exists()
+
+
+def test_changes_by_keys_and_commands_are_listed_with_those_of_the_console(administrator: Client, viewer: Client) -> None:
+    now = timezone.now()
+    made = create_budget(10, period="ever", now=now)
+    for number, changes in enumerate(
+        ({"amount": Decimal(20), "hard": True}, {"grace": HOUR, "warn_percents": [90]}, {"active": True})
+    ):
+        budgets.change_budget(made.pk, changes, actor="key <b>", now=now + number * MINUTE)
+    assert administrator.post(row_url(made, "turn_off"), WHY).status_code == 200
+    page = viewer.get(row_url(made))
+    assert [(each.action, each.reason, each.actor) for each in page.context["audit"]] == [
+        ("Change budget", "grace 300s → 3600s, warn_percents [50, 80, 100] → [90]", "key <b>"),
+        ("Deactivate budget", "it was agreed", "administrator"),
+        ("Change budget", "amount 10 → 20", "key <b>"),
+    ]
+    assert "key &lt;b&gt;" in page.content.decode()
+    budgets.remove_budget(made.pk, actor="command line", now=now + HOUR)
+    newest = list_rows(viewer, "/admin/sandboxes/operatoraction/")[0]
+    assert (newest.action, newest.object_text, newest.actor) == (
+        "Delete budget",
+        "20 hours (lifetime) for everything",
+        "command line",
+    )
+    assert get_fields(viewer, row_url(newest))["Budget"].value == "20 hours (lifetime) for everything (deleted)"
 
 
 # --- the list and the page --------------------------------------------------------------------------------------------
@@ -236,7 +262,7 @@ def test_the_page_lists_top_spenders_with_a_constant_number_of_queries(viewer: C
     budgets.update_spending(made.pk, now=timezone.now())
     shown = viewer.get(row_url(made))
     assert len(shown.context["spenders"]) == MAX_PANEL_ROWS and f"of {MAX_PANEL_ROWS + 4}" in shown.content.decode()
-    assert count_queries(viewer, row_url(made)) < few <= 17  # only one spender exists
+    assert count_queries(viewer, row_url(made)) < few <= 18  # only one spender exists
 
 
 def test_the_page_lists_only_notifications_of_its_own_budget(viewer: Client, spend: Callable[..., Lease]) -> None:

@@ -58,7 +58,7 @@ VIEWS = {
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
         "mintedtoken", "packversion",
-        "modelrate", "tokenrate",
+        "modelrate", "tokenrate", "operatoraction",
         "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
         "sweep", "webhook",
     },
@@ -280,6 +280,7 @@ def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
     pages = (
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
+        "sandboxes/operatoraction",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/tokenrate", "sandboxes/llmcall",
         "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
@@ -313,7 +314,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
     facts = [page for page in admin.site._registry.values() if isinstance(page, ReadOnlyModelAdmin)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "EgressConnection", "AtprotoAccount", "AtprotoRecord",
+        "EgressConnection", "AtprotoAccount", "AtprotoRecord", "OperatorAction",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
             "PackVersion", "ImageTemplate",
         "Environment", "CodingTask",

@@ -79,7 +79,7 @@ class Command(BaseCommand):
             if action == "remove":
                 budget = _find_budget(options["id"])
                 line = _format_budget(budget)
-                budgets.remove_budget(budget.pk, now=database_time.now())
+                budgets.remove_budget(budget.pk, actor=ACTOR, now=database_time.now())
                 self.stdout.write(f"removed: {line}")
                 return
             if action == "top-up":
@@ -103,12 +103,12 @@ def _add(**options: Any) -> Budget:
     for field, value in _read_fields(**options).items():
         setattr(budget, field, value)
     with _report_invalid():
-        return budgets.create_budget(budget, now=database_time.now())[0]
+        return budgets.create_budget(budget, actor=ACTOR, now=database_time.now())[0]
 
 
 def _change(*, id: int, **options: Any) -> Budget:
     with _report_invalid(id):
-        return budgets.change_budget(id, _read_fields(**options), now=database_time.now())
+        return budgets.change_budget(id, _read_fields(**options), actor=ACTOR, now=database_time.now())
 
 
 def _top_up(*, id: int, amount: str, note: str, **options: Any) -> Budget:

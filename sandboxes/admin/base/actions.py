@@ -88,17 +88,12 @@ class AdminAction:
     enqueue: Callable[[], object] = bool  # called once after rows were changed
     explain_refusal: Callable[[Any], str] | None = None  # row as it is now -> reason, in place of `refusal_reason`
     form: type[ReasonForm] = ReasonForm
+    is_logged: bool = True  # False: the verb records the operator and the reason
     get_next_url: Callable[[Any, ReasonForm], str] | None = None  # page to open afterwards; by default the row's
 
     @property
     def dialog(self) -> dict[str, Any]:
-        return {
-            "title": f"{self.title}?",
-            "description": self.warning,
-            "form_class": self.form,
-            "form_submit_text": self.title,
-            "is_creation": self.creates,
-        }
+        return {**_build_dialog(self, self.warning, is_creation=self.creates), "title": f"{self.title}?"}
 
 
 @dataclass(frozen=True)
@@ -116,13 +111,7 @@ class CreateAction:
 
     @property
     def dialog(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "description": self.description,
-            "form_class": self.form,
-            "form_submit_text": self.title,
-            "is_creation": True,
-        }
+        return _build_dialog(self, self.description, is_creation=True)
 
 
 @dataclass(frozen=True)
@@ -142,13 +131,14 @@ class ListAction:
 
     @property
     def dialog(self) -> dict[str, Any]:
-        return {
-            "title": f"{self.title}?",
-            "description": self.description,
-            "form_class": self.form,
-            "form_submit_text": self.title,
-            "is_creation": False,
-        }
+        return {**_build_dialog(self, self.description, is_creation=False), "title": f"{self.title}?"}
+
+
+def _build_dialog(declared: AdminAction | CreateAction | ListAction, description: str, *, is_creation: bool) -> dict[str, Any]:
+    return {
+        "title": declared.title, "description": description, "form_class": declared.form, "form_submit_text": declared.title,
+        "is_creation": is_creation,
+    }  # fmt: skip
 
 
 class ActionModelAdmin(ModelAdmin):
@@ -196,11 +186,9 @@ class ActionModelAdmin(ModelAdmin):
             raise Http404
         try:
             changed = self._run_verb(request, declared, row, **form.arguments)
-        except SandboxError as refusal:
-            if refusal.has_changed:
+        except (SandboxError, ValidationError) as refusal:  # the model may have rules that the form does not have
+            if isinstance(refusal, SandboxError) and refusal.has_changed:
                 declared.enqueue()
-            return _show_refusal(request, declared, form, refusal)
-        except ValidationError as refusal:  # of a model whose rules the form does not have
             return _show_refusal(request, declared, form, refusal)
         if changed:
             declared.enqueue()
@@ -310,15 +298,14 @@ class ActionModelAdmin(ModelAdmin):
 
     def _run_verb(self, request: HttpRequest, declared: AdminAction, row: Any, reason: str, **fields: Any) -> bool:
         """Call the verb for one row, and log the change at once: a failure of a later row must not lose the entry."""
-        entry = f"{declared.title}: {reason}"
         try:
             if not declared.verb(row, request.user.get_username(), reason, database_time.now(), **fields):
                 return False
         except SandboxError as refusal:
             if refusal.has_changed:
-                LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
+                _log_row_action(request, declared, row, reason)
             raise
-        LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
+        _log_row_action(request, declared, row, reason)
         return True
 
     def get_actions_detail(self, request: HttpRequest, object_id: Any) -> list[Any]:
@@ -330,6 +317,11 @@ class ActionModelAdmin(ModelAdmin):
     @property
     def _verbose_names(self) -> tuple[str, str]:
         return str(self.opts.verbose_name), str(self.opts.verbose_name_plural)
+
+
+def _log_row_action(request: HttpRequest, declared: AdminAction, row: Model, reason: str) -> None:
+    if declared.is_logged:
+        LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, f"{declared.title}: {reason}")  # type: ignore[arg-type]
 
 
 def _join_capped(names: list[str]) -> str:

@@ -81,7 +81,7 @@ def render_gauge(budget: Budget, now: datetime) -> SafeString:
 
 def render_reset_time(budget: Budget, now: datetime) -> SafeString | str:
     ends = budgets.get_period_bounds(budget, now)[1]
-    return render_timestamp(ends, f"resets in {format_age(ends - now)}") if ends else "lifetime budget (no reset)"
+    return render_timestamp(ends, f"resets in {format_age(ends - now)}") if ends else "no reset"
 
 
 def build_forecast_fields(budget: Budget, now: datetime) -> list[SummaryField]:

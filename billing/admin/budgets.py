@@ -36,6 +36,7 @@ from billing.admin.budget_usage import (
     render_reset_time,
 )
 from billing.admin.overshoot import describe_overshoot
+from billing.admin.top_ups import TOP_UP_ACTION
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Budget
 from billing.models.budgets import UTC_ZONE_NAME, Period, Scope, Unit, get_default_warn_percents
 from sandboxes.admin.base.actions import AdminAction
@@ -105,9 +106,6 @@ class PercentListField(forms.Field):
             raise ValidationError("Enter whole numbers, separated by commas.")
         return sorted({int(part) for part in parts})
 
-    def has_changed(self, initial: Any, data: Any) -> bool:
-        return super().has_changed(self.prepare_value(initial), data)
-
 
 class BudgetForm(forms.ModelForm):
     """Budget whose subject must exist. An agent may be named before its first lease."""
@@ -119,12 +117,15 @@ class BudgetForm(forms.ModelForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        for field in self.fields.values():
+            # The form posts the values that it showed: changed fields differ from those, not from a row that is newer.
+            field.show_hidden_initial = self.instance.pk is not None
         if "scope" in self.fields:  # absent on read-only pages
             scope: Any = self.fields["scope"]
             scope.choices = [(value, capfirst(label)) for value, label in scope.choices]
             self.fields["subject"].help_text = (
-                "DID of an agent, number or prefix of an API key, name of an environment type or of an account. "
-                "Leave empty for everything. Keys, types and accounts must exist. An agent may be named before it joins."
+                "DID of an agent, number or prefix of an API key, name of an environment type, an account or a project. "
+                "Leave empty for everything. All but agents must exist; an agent may be named before it joins."
             )
             self.fields["hard"].help_text = (
                 "Refuse new leases and end active ones; for a model or in tokens, refuse model calls. "
@@ -189,10 +190,15 @@ class BudgetAdmin(ConsoleModelAdmin):
     formfield_overrides = {**ConsoleModelAdmin.formfield_overrides, models.DurationField: {"form_class": DurationOrZeroField}}
     labels = {"hard": "Hard limit", "warn_percents": "Warn at (%)", "grace": "Grace period"}
     change_form_outer_before_template = "admin/billing/budget/page.html"
-    row_actions = {"turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
+    row_actions = {"top_up": TOP_UP_ACTION, "turn_off": DEACTIVATE_ACTION, "turn_on": ACTIVATE_ACTION}
 
     def save_model(self, request: HttpRequest, obj: Budget, form: Any, change: bool) -> None:
-        budgets.save_budget(obj, now=database_time.now())
+        now = database_time.now()
+        if change:
+            budgets.change_budget(obj.pk, {name: form.cleaned_data[name] for name in form.changed_data}, now=now)
+            obj.refresh_from_db()
+        else:
+            budgets.create_budget(obj, now=now)
         kind = REFERENCE_KINDS.get(Scope(obj.scope))
         if kind and (warning := get_reference(kind).find_warning(obj.subject)):
             messages.warning(request, warning)
@@ -300,7 +306,7 @@ class BudgetAdmin(ConsoleModelAdmin):
             SummaryField(
                 "Warnings",
                 f"at {format_percents(row.warn_percents)}" if row.warn_percents else "none",
-                note=", ".join(format_limit(limit * percent / 100, row) for percent in row.warn_percents),
+                note=_format_warning_amounts(row, limit),
             ),
             SummaryField(
                 "On exhaustion",
@@ -315,6 +321,11 @@ class BudgetAdmin(ConsoleModelAdmin):
                 note=f"{reserved} reserved for each" if row.hard and not row.counts_calls_alone else "",
             ),
         ]
+
+
+def _format_warning_amounts(row: Budget, limit: Decimal) -> str:
+    amounts = ", ".join(format_limit(limit * percent / 100, row) for percent in row.warn_percents)
+    return f"{amounts} {row.unit_label}" if amounts else ""
 
 
 def build_reservation_field(row: Budget, now: datetime) -> SummaryField:

@@ -1,20 +1,16 @@
 """Export of statements in the FOCUS format, for operator keys only."""
 
-from datetime import date
-
 from django.http import HttpResponse, StreamingHttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework import serializers
-from rest_framework.exceptions import NotFound
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
-from billing.api.statements import NOT_FOUND_RESPONSE, StatementDetailQuerySerializer, parse_month, require_operator
+from billing.api.statements import NOT_FOUND_RESPONSE, StatementDetailQuerySerializer, find_month, require_operator
 from billing.api.views import COSTS_SCOPE, CSV_MEDIA_TYPE, CsvRenderer, build_responses, validate_query
-from billing.focus.export import AccountMonth, iter_csv, open_month
+from billing.focus.export import AccountMonth, iter_csv
 from billing.focus.rows import PRELIMINARY
-from billing.models import Account
 
 
 class FocusQuerySerializer(StatementDetailQuerySerializer):
@@ -52,16 +48,8 @@ class StatementFocusView(APIView):
         each of its rows has the `x_Status` `preliminary`."""
         require_operator(request)
         query = validate_query(FocusQuerySerializer, request)
-        source = _find_month(account, parse_month(month), preliminary=query["preliminary"])
+        source = find_month(account, month, preliminary=query["preliminary"])
         return build_csv_response(source, daily=query["daily"])
-
-
-def _find_month(account: str, month: date | None, *, preliminary: bool) -> AccountMonth:
-    owner = Account.objects.filter(name=account).first()
-    source = open_month(owner, month, preliminary=preliminary) if owner and month else None
-    if source is None:
-        raise NotFound("There is no such statement. preliminary=true returns a month that is not closed.")
-    return source
 
 
 def build_csv_response(source: AccountMonth, *, daily: bool) -> StreamingHttpResponse:

@@ -28,6 +28,7 @@ from billing.api.views import (
     build_responses,
     validate_query,
 )
+from billing.focus.export import AccountMonth, open_month
 from billing.models import Account, BillableItem, Statement, StatementLine
 from billing.pricing import format_decimal
 
@@ -172,27 +173,27 @@ class StatementDetailView(APIView):
         returned as it stands; each of its lines has the status `preliminary`."""
         require_operator(request)
         query = validate_query(StatementDetailQuerySerializer, request)
-        first_day = parse_month(month)
-        rows = Statement.objects.filter(account__name=account).select_related("account")
-        statement = rows.filter(month=first_day).first() if first_day else None
-        if statement is None:
-            owner = Account.objects.filter(name=account).first()
-            if not (owner and first_day and query["preliminary"]):
-                raise NotFound("There is no such statement. preliminary=true returns a month that is not closed.")
-            return Response(_render_preview(owner, first_day, csv=request.accepted_renderer.format == "csv"))
+        source = find_month(account, month, preliminary=query["preliminary"])
         if request.accepted_renderer.format == "csv":
-            return Response(render_lines_csv(find_lines(statement)))
-        return Response(render_statement_detail(statement))
+            lines = find_lines(source.statement) if source.statement else source.lines
+            return Response(render_lines_csv(lines, preliminary=source.statement is None))
+        if source.statement is None:
+            return Response(render_preview_detail(source.account, source.month, source.lines))
+        return Response(render_statement_detail(source.statement))
+
+
+def find_month(account: str, month: str, *, preliminary: bool) -> AccountMonth:
+    """Return the month of an account that a URL names. Raise NotFound if it is not closed, unless `preliminary` is set."""
+    owner, first_day = Account.objects.filter(name=account).first(), parse_month(month)
+    source = open_month(owner, first_day, preliminary=preliminary) if owner and first_day else None
+    if source is None:
+        raise NotFound("There is no such statement. preliminary=true returns a month that is not closed.")
+    return source
 
 
 def find_lines(row: Statement) -> QuerySet[StatementLine]:
     """Return the lines of a statement with their rates, in one query."""
     return row.lines.select_related("rate")
-
-
-def _render_preview(account: Account, month: date, *, csv: bool) -> Any:
-    lines = statements.preview_month(account, month)
-    return render_lines_csv(lines, preliminary=True) if csv else render_preview_detail(account, month, lines)
 
 
 def render_statement(row: Statement) -> dict[str, Any]:

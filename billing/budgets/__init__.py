@@ -78,7 +78,7 @@ from billing.budgets.scopes import (
 )
 from billing.budgets.spending import DailySpending, find_top_spenders, sum_spending_by_day
 from billing.budgets.top_ups import top_up
-from billing.budgets.updates import change_budget, create_once, remove_budget, save_budget, set_active, update_spending
+from billing.budgets.updates import change_budget, create_budget, remove_budget, set_active, update_spending
 
 __all__ = [
     "ANY_EXHAUSTED_SQL",
@@ -96,7 +96,7 @@ __all__ = [
     "close_tab",
     "compute_period_bounds",
     "compute_reservation",
-    "create_once",
+    "create_budget",
     "find_exhausted",
     "find_exhausted_for_lease",
     "find_open_tabs",
@@ -119,7 +119,6 @@ __all__ = [
     "require_budget",
     "require_room",
     "restrict_refusal",
-    "save_budget",
     "set_active",
     "sum_lease_calls",
     "sum_spending_by_day",

@@ -13,6 +13,7 @@ from billing.budgets.updates import refresh
 from billing.errors import BudgetNotFound
 from billing.models import Budget, BudgetTopUp
 from billing.pricing import format_decimal
+from sandboxes import audit
 from sandboxes.lifecycle import checkpoint
 
 log = structlog.get_logger(__name__)
@@ -21,20 +22,20 @@ MAX_TOPPED_UP = Decimal(10**12)  # of the column
 
 def top_up(
     pk: int, amount: Decimal, *, note: str = "", actor: str, request_id: UUID | None = None, now: datetime
-) -> tuple[Budget, BudgetTopUp]:
+) -> tuple[Budget, BudgetTopUp, bool]:
     """Add an amount to the current period of a budget, once for a request. It expires with the period.
 
-    Admission counts the amount at once. Raise BudgetNotFound, or ValidationError with the name of an invalid field."""
+    Return the budget, the row, and whether this call added the row. Admission counts the amount at once. Raise BudgetNotFound,
+    or ValidationError with the name of an invalid field."""
     with transaction.atomic():
         budget = Budget.objects.select_for_update(no_key=True).filter(pk=pk).first()
         if budget is None:
             raise BudgetNotFound
-        row = BudgetTopUp.objects.filter(pk=request_id).first() if request_id else None
-        if row is None:
-            row = _add_top_up(budget, amount, note=note, actor=actor, request_id=request_id, now=now)
+        present = BudgetTopUp.objects.filter(pk=request_id).first() if request_id else None
+        row = present or _add_top_up(budget, amount, note=note, actor=actor, request_id=request_id, now=now)
         checkpoint("budget topped up", budget)
     refresh(budget, now=now)
-    return budget, row
+    return budget, row, present is None
 
 
 def _add_top_up(
@@ -52,5 +53,7 @@ def _add_top_up(
         raise ValidationError({"amount": "The top-ups of a period must be less than 1,000,000,000,000."})
     row.save(force_insert=True)
     budget.save(update_fields=["topped_up", "topped_up_for"])
+    detail = ", ".join(filter(None, [f"{format_decimal(amount)} {budget.unit_label}", note]))
+    audit.record(budget, "Top up budget", detail, actor=actor, now=now)
     log.info("budget topped up", budget=budget.pk, amount=format_decimal(amount), actor=actor, note=note)
     return row

@@ -1,7 +1,7 @@
 """Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -19,6 +19,7 @@ from billing.dates import to_utc_date
 from billing.errors import BudgetNotFound
 from billing.models import Budget
 from billing.pricing import format_decimal
+from sandboxes import audit
 from sandboxes.db import sql
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.lifecycle import checkpoint
@@ -26,9 +27,6 @@ from sandboxes.models.webhooks import EventType
 from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
-OPERATOR_FIELDS = [
-    "scope", "subject", "model", "unit", "amount", "period", "time_zone", "hard", "warn_percents", "grace", "active",
-]  # fmt: skip
 UPDATED_FIELDS = [
     "spent", "unpriced", "estimated_usd", "estimated_tokens", "calls_spent", "calls_before", "calls_day", "reserved",
     "spent_at", "period_began", "warned_for", "warned_percent", "exhausted_for", "exhausted_at",
@@ -113,54 +111,76 @@ def _emit_event(budget: Budget, event: EventType, percent: int, *, now: datetime
     )  # fmt: skip
 
 
-def save_budget(budget: Budget, *, now: datetime) -> None:
-    """Create a budget or change the fields that operators set, and update its spending at once.
+def create_budget(budget: Budget, *, request_id: UUID | None = None, actor: str = "", now: datetime) -> tuple[Budget, bool]:
+    """Create a budget, once for a request, and update its spending at once. Return it, and whether this call created it.
 
-    Raise ValidationError with the name of an invalid field."""
-    budget.full_clean()
-    with transaction.atomic():
-        if budget.pk is None:
-            budget.created_at = now
-            budget.save()
-        else:
-            _write_changes(budget)
-    refresh(budget, now=now)
-
-
-def create_once(budget: Budget, request_id: UUID, *, now: datetime) -> tuple[Budget, bool]:
-    """Create a budget, once for a request. Return it, and whether this call created it. Raise ValidationError."""
+    `actor` is the API key or the command to record; the console has a log of its own. Raise ValidationError with the name of an
+    invalid field."""
     budget.request_id = request_id
     with transaction.atomic():
-        sql.lock_key(f"budget request {request_id}")
-        present = Budget.objects.filter(request_id=request_id).first()
+        present = _lock_created(request_id) if request_id else None
         if present is None:
             budget.full_clean()
             budget.created_at = now
             budget.save(force_insert=True)
+            _record("Create budget", budget, "", actor=actor, now=now)
     created = present or budget
     refresh(created, now=now)
     return created, present is None
 
 
-def change_budget(pk: int, changes: Mapping[str, Any], *, now: datetime) -> Budget:
-    """Change some of the fields that operators set, in the current row. Raise BudgetNotFound, ValidationError."""
+def _lock_created(request_id: UUID) -> Budget | None:
+    """Return the budget that this request has created. A concurrent repetition of the request waits until the commit."""
+    sql.lock_key(f"budget request {request_id}")
+    return Budget.objects.filter(request_id=request_id).first()
+
+
+def change_budget(pk: int, changes: Mapping[str, Any], *, actor: str = "", now: datetime) -> Budget:
+    """Change the stated fields of the current row, and update its spending at once. Concurrent changes of others are kept.
+
+    `actor` is as for `create_budget`. Raise BudgetNotFound, or ValidationError with the name of an invalid field."""
     with transaction.atomic():
         budget = Budget.objects.select_for_update(no_key=True).filter(pk=pk).first()
         if budget is None:
             raise BudgetNotFound
+        before = {field: getattr(budget, field) for field in changes}
         for field, value in changes.items():
             setattr(budget, field, value)
         budget.full_clean()
-        _write_changes(budget)
+        _write_changes(budget, changes)
+        if detail := _describe_changes(before, budget):
+            _record("Change budget", budget, detail, actor=actor, now=now)
+        checkpoint("budget changed", budget)
     refresh(budget, now=now)
     return budget
 
 
-def _write_changes(budget: Budget) -> None:
+def _write_changes(budget: Budget, fields: Iterable[str]) -> None:
     unchanged = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
     # Leases that were not subject to this budget before get a full grace period.
     Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
-    budget.save(update_fields=OPERATOR_FIELDS)
+    budget.save(update_fields=fields)
+
+
+def _describe_changes(before: Mapping[str, Any], budget: Budget) -> str:
+    """Return the fields with other values than before: "amount 10 → 20, hard yes → no"."""
+    values = ((field, value, getattr(budget, field)) for field, value in before.items())
+    return ", ".join(f"{name} {_format_value(old)} → {_format_value(new)}" for name, old, new in values if old != new)
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():g}s"
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return format_decimal(value) if isinstance(value, Decimal) else str(value)
+
+
+def _record(action: str, budget: Budget, detail: str, *, actor: str, now: datetime) -> None:
+    if actor:
+        audit.record(budget, action, detail, actor=actor, now=now)
 
 
 def refresh(budget: Budget, *, now: datetime) -> None:
@@ -170,10 +190,14 @@ def refresh(budget: Budget, *, now: datetime) -> None:
     budget.refresh_from_db()
 
 
-def remove_budget(pk: int, *, now: datetime) -> bool:
+def remove_budget(pk: int, *, actor: str, now: datetime) -> bool:
     """Delete a budget, and admit the model calls that only this budget refused. Return whether this call deleted it."""
-    if not Budget.objects.filter(pk=pk).delete()[0]:
-        return False
+    with transaction.atomic():
+        budget = Budget.objects.select_for_update().filter(pk=pk).first()
+        if budget is None:
+            return False
+        Budget.objects.filter(pk=pk).delete()
+        _record("Delete budget", budget, "", actor=actor, now=now)
     update_call_blocks(now=now)
     return True
 

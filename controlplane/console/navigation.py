@@ -79,7 +79,11 @@ MENU: Mapping[str, list[tuple[str, ...]]] = {
         ("Queue", "low_priority", "django_q.ormq"),
         ("Failed tasks", "error", "django_q.failure"),
     ],
-    "Access": [("Users", "person", "auth.user"), ("Groups", "group", "auth.group")],
+    "Access": [
+        ("Operator actions", "fact_check", "sandboxes.operatoraction"),
+        ("Users", "person", "auth.user"),
+        ("Groups", "group", "auth.group"),
+    ],
 }
 
 

@@ -113,7 +113,8 @@ class BudgetListView(BudgetApiView):
         def act(run_id: UUID) -> StatusAndBody:
             with name_fields():
                 stated = Budget(**to_columns(data))
-                budget, is_new = budgets.create_once(stated, self.derive_request_id(run_id), now=self.now)
+                request_id = self.derive_request_id(run_id)
+                budget, is_new = budgets.create_budget(stated, request_id=request_id, actor=self.actor, now=self.now)
             require_same(stated, budget, FIXED_FIELDS)
             if is_new:
                 self.log_change("budget created", budget)
@@ -144,7 +145,7 @@ class BudgetView(BudgetApiView):
         Needs an operator's key without a list of pools, with the scopes `costs` and `leases`."""
         changes = to_columns(self.validate_body(CHANGE_SERIALIZER))
         with name_fields():
-            budget = budgets.change_budget(self.get_budget(budget_id).pk, changes, now=self.now)
+            budget = budgets.change_budget(self.get_budget(budget_id).pk, changes, actor=self.actor, now=self.now)
         self.log_change("budget changed", budget, fields=sorted(changes))
         return Response(self.serialize(budget))
 
@@ -156,7 +157,7 @@ class BudgetView(BudgetApiView):
     def delete(self, request: ApiRequest, budget_id: int) -> HttpResponse:
         """Delete a budget and its top-ups. Needs an operator's key without a list of pools, with `costs` and `leases`."""
         budget = self.get_budget(budget_id)
-        if not budgets.remove_budget(budget.pk, now=self.now):
+        if not budgets.remove_budget(budget.pk, actor=self.actor, now=self.now):
             raise BudgetNotFound
         self.log_change("budget deleted", budget)
         return Response(status=204)
@@ -193,7 +194,7 @@ class TopUpListView(BudgetApiView):
         def act(run_id: UUID) -> StatusAndBody:
             request_id = self.derive_request_id(run_id)
             with name_fields():
-                topped_up, row = budgets.top_up(budget.pk, **data, actor=self.actor, request_id=request_id, now=self.now)
+                topped_up, row, _ = budgets.top_up(budget.pk, **data, actor=self.actor, request_id=request_id, now=self.now)
             require_same(BudgetTopUp(**data), row, data)
             return 201, {"top_up": serialize_top_up(row), "budget": self.serialize(topped_up)}
 

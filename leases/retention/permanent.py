@@ -58,6 +58,7 @@ REASONS: Mapping[str, str] = {
     "sandboxes.Installation": "one row",
     "sandboxes.LogPosition": "one row for each log file",
     "sandboxes.ObjectUpload": "deleted when its object is recorded, or by the prune sweep once it has expired",
+    "sandboxes.OperatorAction": "audit log of the operators' actions",
     "sandboxes.OutputObject": "deleted by the sweep `outputs` after its last run",
     "sandboxes.PackAssignment": CONFIGURED,
     "sandboxes.PackVersion": CONFIGURED,

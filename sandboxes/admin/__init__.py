@@ -9,6 +9,7 @@ from sandboxes.admin import (
     identity,
     llm_calls,
     model_rates,
+    operator_actions,
     packs,
     policies,
     pools,
@@ -24,7 +25,7 @@ from sandboxes.admin import (
 )
 
 __all__ = [
-    "agent_data", "data_events", "deliveries", "egress_connections", "hosts", "identity", "llm_calls", "model_rates", "packs",
-    "policies", "pools", "processes", "quotas", "readings", "runs", "sandboxes", "snapshots", "sweeps", "templates",
-    "webhooks",
+    "agent_data", "data_events", "deliveries", "egress_connections", "hosts", "identity", "llm_calls", "model_rates",
+    "operator_actions", "packs", "policies", "pools", "processes", "quotas", "readings", "runs", "sandboxes", "snapshots",
+    "sweeps", "templates", "webhooks",
 ]  # fmt: skip

@@ -74,12 +74,13 @@ def reprice_calls(
     """Price the calls that started from `since` to `now` again. Without `apply` return the totals and change nothing.
 
     `model` is a name or a pattern: only calls one of whose names it matches. Each batch is one transaction that locks its
-    calls. The price does not depend on the one before: the function may be interrupted, repeated and run concurrently."""
+    calls, and then reads the rates: it must not undo a concurrent call that knows of a newer rate. The price does not depend on
+    the one before: the function may be interrupted, repeated and run concurrently."""
     result = Repricing()
-    for calls, estimates, table in _iter_selected(since, now, model, stated):
+    for calls, estimates, names in _iter_selected(since, now, model, stated):
         result.estimates += estimates.count()
         for batch in _iter_batches(calls):
-            _reprice_batch(calls.filter(pk__in=batch), table, result.models, apply=apply)
+            _reprice_batch(calls.filter(pk__in=batch), names, result.models, now=now, apply=apply)
             note_progress()
     if apply:
         total = result.total
@@ -89,8 +90,8 @@ def reprice_calls(
 
 def _iter_selected(
     since: datetime, now: datetime, model: str | None, stated: bool
-) -> Iterator[tuple[QuerySet[LlmCall], QuerySet[LlmCall], RateTable]]:
-    """Yield the selected calls, the estimates that stay, and the rates, for up to MAX_MODELS_PER_QUERY models at a time."""
+) -> Iterator[tuple[QuerySet[LlmCall], QuerySet[LlmCall], set[str]]]:
+    """Yield selected calls, the estimates that stay, and names in rates, for up to MAX_MODELS_PER_QUERY models at a time."""
     ended = LlmCall.objects.filter(
         kind=LlmCall.Kind.LLM, started_at__gte=since, started_at__lte=now, ended_at__isnull=False
     ).defer("usage")
@@ -113,8 +114,11 @@ def _iter_selected(
             if model is None or any(is_match(model, name) for name in candidate_names):
                 matching |= Q(model=pair[0], requested_model=pair[1])
         if matching != Q(pk__in=[]):
-            table = RateTable.load({name for each in names.values() for name in each}, until=now)
-            yield ended.filter(selected & matching), estimates.filter(matching), table
+            yield (
+                ended.filter(selected & matching),
+                estimates.filter(matching),
+                {name for each in names.values() for name in each},
+            )
 
 
 def _iter_batches(calls: QuerySet[LlmCall]) -> Iterator[list[int]]:
@@ -126,11 +130,14 @@ def _iter_batches(calls: QuerySet[LlmCall]) -> Iterator[list[int]]:
         after = Q(started_at__gte=start) & (Q(started_at__gt=start) | Q(pk__gt=last))
 
 
-def _reprice_batch(calls: QuerySet[LlmCall], table: RateTable, totals: dict[str, RepricedModel], *, apply: bool) -> None:
+def _reprice_batch(
+    calls: QuerySet[LlmCall], names: set[str], totals: dict[str, RepricedModel], *, now: datetime, apply: bool
+) -> None:
     """Price a batch again. The locked rows are read anew: a record may have replaced a price since the batch was selected."""
     found: dict[str, RepricedModel] = {}
     with transaction.atomic():
         rows = [*(calls.select_for_update(of=("self",)) if apply else calls).order_by("pk")]
+        table = RateTable.load(names, until=now)
         changed = [
             row for row in rows if _reprice(row, table, found.setdefault(row.model or row.requested_model, RepricedModel()))
         ]

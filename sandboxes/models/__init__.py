@@ -8,6 +8,7 @@ from sandboxes.models.hosts import Host
 from sandboxes.models.identity import MintedToken, SigningKey
 from sandboxes.models.installation import Installation
 from sandboxes.models.llm_calls import LlmCall, LogPosition, TokenKind
+from sandboxes.models.operator_actions import OperatorAction
 from sandboxes.models.outputs import OutputObject, StoredOutput
 from sandboxes.models.packs import PackAssignment, PackOrigin, PackVersion
 from sandboxes.models.placement import SkipReason
@@ -61,6 +62,7 @@ __all__ = [
     "LogPosition",
     "MintedToken",
     "ObjectUpload",
+    "OperatorAction",
     "OutputObject",
     "PackAssignment",
     "PackOrigin",

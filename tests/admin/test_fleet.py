@@ -50,7 +50,7 @@ def troubled(grant: Callable[..., Lease]) -> None:
     create_time_usage(now.replace(hour=0), agent="did:plc:a8")
     for amount, fields in (("1", {}), ("0.9", {"hard": False}), ("1.1", {}), ("2", {}), ("1", {"active": False})):
         stated = Budget(scope="agent", subject="did:plc:a8", amount=Decimal(amount), unit="hours", period="day", **fields)
-        budgets.save_budget(stated, now=now)
+        budgets.create_budget(stated, now=now)
     for number, (hours, kind, outcome) in enumerate(
         [(1, "llm", "ok"), (2, "llm", "refused"), (3, "relay", "ok"), (25, "llm", "ok")]
     ):

@@ -58,7 +58,7 @@ VIEWS = {
     "sandboxes": {
         "agentdata", "dataevent", "datafile", "delivery", "egressconnection", "event", "host", "imagetemplate", "llmcall",
         "mintedtoken", "packversion",
-        "modelrate", "tokenrate",
+        "modelrate", "tokenrate", "operatoraction",
         "policy", "pool", "process", "quota", "reading", "sandbox", "signingkey", "snapshot", "transition", "run",
         "sweep", "webhook",
     },
@@ -114,7 +114,8 @@ OPERATOR_ACTIONS = {
 }  # fmt: skip
 ADMINISTRATOR_ACTIONS = {
     "policy": {"remove_credential"},
-    "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"}, "budget": {"turn_off"},
+    "key": {"rotate", "revoke"}, "signing_key": {"rotate", "revoke"}, "webhook": {"rotate", "remove"},
+    "budget": {"turn_off", "top_up"},
     "unused": {"turn_on"}, "account": {"grant_credit", "close_month"}, "credit": {"take_back"}, "rate": {"withdraw"},
     "model_rate": {"withdraw"},
 }  # fmt: skip
@@ -265,6 +266,7 @@ def test_every_action_needs_its_role_a_token_a_post_and_a_reason(
 
 def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
     fields = {**WHY, "usd": "5", "limit": "5", "environment": "game-2", "overlap": "1h", "add": ADA, "agent_did": ADA}
+    fields |= {"amount": "5", "request_id": str(UUID(int=1))}
     acts = [(page.model, name) for page in admin.site._registry.values() for name in getattr(page, "row_actions", {})]
     for (model, name), pk in product(acts, [str(UUID(int=0)), "no-id", "_5F", "999", "9" * 40, "-1", "%00"]):
         url = f"/admin/{model._meta.label_lower.replace('.', '/')}/{pk}/{name}/"
@@ -278,6 +280,7 @@ def test_an_action_on_a_missing_row_is_not_found(superuser: Client) -> None:
 def test_a_viewer_opens_every_page_of_ours_and_is_offered_no_act(viewer: Client, lease: Lease) -> None:
     pages = (
         "leases/lease", "leases/agentkey", "sandboxes/sandbox", "sandboxes/pool", "sandboxes/quota", "sandboxes/sweep",
+        "sandboxes/operatoraction",
         "sandboxes/agentdata", "sandboxes/snapshot", "sandboxes/dataevent", "sandboxes/process", "sandboxes/policy",
         "sandboxes/reading", "sandboxes/signingkey", "sandboxes/mintedtoken", "sandboxes/tokenrate", "sandboxes/llmcall",
         "sandboxes/egressconnection", "leases/atprotoaccount", "leases/atprotorecord",
@@ -311,7 +314,7 @@ def test_facts_are_read_only_even_for_a_superuser() -> None:
     facts = [page for page in admin.site._registry.values() if isinstance(page, ReadOnlyModelAdmin)]
     assert {page.model.__name__ for page in facts} == {
         "Lease", "Turn", "Sandbox", "Run", "Process", "Reading", "Sweep", "AgentData", "DataEvent", "Snapshot", "LlmCall",
-        "EgressConnection", "AtprotoAccount", "AtprotoRecord",
+        "EgressConnection", "AtprotoAccount", "AtprotoRecord", "OperatorAction",
         "MintedToken", "Event", "Delivery", "CostRecord", "UsageRecord", "Credit", "Statement", "AgentRun", "QueuedRun",
             "PackVersion", "ImageTemplate",
         "Environment", "CodingTask",

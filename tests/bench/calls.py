@@ -113,7 +113,7 @@ def bench_reservations(title: str, sandbox: Sandbox) -> None:
 
 def add_budget(number: int) -> None:
     budget = Budget(scope="all", unit="usd", amount=Decimal(10**6), period="month")
-    budgets.save_budget(budget, now=database_time.now())
+    budgets.create_budget(budget, now=database_time.now())
 
 
 def make_call(sandbox: Sandbox) -> None:

@@ -9,6 +9,7 @@ from django.utils import timezone
 from billing import budgets, dates
 from billing.models import Account, Budget
 from leases import api_keys
+from sandboxes.models import OperatorAction
 from tests.commands.manage import call
 from tests.support.billing import ADA, HOUR, create_time_usage
 
@@ -34,6 +35,8 @@ def test_a_budget_is_added_changed_listed_and_removed() -> None:
     assert run("set", str(budget.pk), "--hard", "--active", "yes", "--grace", "0").endswith(f"grace 0s, {resets})")
     assert run("remove", str(budget.pk)).startswith(f"removed: {budget.pk} 20 USD")
     assert run("list") == "" and not Budget.objects.exists()
+    actions = OperatorAction.objects.order_by("at").values_list("action", "actor")
+    assert [*actions] == [(f"{verb} budget", "command line") for verb in ("Create", "Change", "Change", "Delete")]
 
 
 def test_each_scope_has_an_option() -> None:

@@ -56,7 +56,7 @@ for number in range({LEASE_COUNT}):
     lease = leasing.acquire(request, now=now)[0]
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=timedelta(minutes=1)), now=now)
     slots.append(Sandbox.objects.get(holder=lease.pk).slot)
-budgets.save_budget(Budget(scope="all", amount=1000, unit="usd", period="ever"), now=now)
+budgets.create_budget(Budget(scope="all", amount=1000, unit="usd", period="ever"), now=now)
 print(json.dumps(slots))
 """
 

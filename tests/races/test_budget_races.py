@@ -8,7 +8,8 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
+from django.test import Client
 
 from billing import budgets, costs, metering
 from billing.errors import BudgetExhausted
@@ -21,6 +22,7 @@ from sandboxes.models import Event, Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from tests.conftest import MINUTE, NOW, run_in_threads
 from tests.support.billing import HOUR, create_budget, get_lease_end, run_command
+from tests.support.console import list_messages, read_form, row_url
 from tests.support.waiting import wait_until_blocked
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -171,6 +173,63 @@ def test_second_grant_waits_for_the_first_and_counts_its_lease(
     assert isinstance(results[0], BudgetExhausted) and created.pk
 
 
+@pytest.mark.parametrize("first", ["form", "request"])
+def test_form_and_request_that_change_one_budget_at_once_undo_nothing(
+    first: str, admin_client: Client, at_checkpoint: Callable[..., None]
+) -> None:
+    """The second one reads the row before the first one has committed, and then waits for the row's lock."""
+    if connection.vendor != "postgresql":
+        pytest.skip("SQLite has one writer at a time")
+    created = create_budget(1)
+    url = row_url(created)
+    form = read_form(admin_client, url) | {"grace": "30s"}
+    statuses: list[int] = []
+
+    def save_form() -> None:
+        statuses.append(admin_client.post(url, form).status_code)
+
+    def send_request() -> None:
+        budgets.change_budget(created.pk, {"amount": Decimal(20)}, now=NOW)
+
+    def rival() -> None:
+        (send_request if first == "form" else save_form)()
+        connections.close_all()
+
+    thread = threading.Thread(target=rival)
+
+    def act() -> None:
+        thread.start()
+        wait_until_blocked(thread)
+        assert thread.is_alive()
+
+    at_checkpoint("budget changed", act)
+    (save_form if first == "form" else send_request)()
+    thread.join(30)
+    created.refresh_from_db()
+    assert (statuses, created.amount, created.grace) == ([302], 20, timedelta(seconds=30))
+
+
+def test_form_of_a_budget_that_is_deleted_meanwhile_saves_nothing(admin_client: Client) -> None:
+    if connection.vendor != "postgresql":
+        pytest.skip("SQLite has one writer at a time")
+    created = create_budget(1)
+    url, messages = row_url(created), []
+    form = read_form(admin_client, url) | {"grace": "30s"}
+
+    def save_form() -> None:
+        messages.extend(list_messages(admin_client.post(url, form)))
+        connections.close_all()
+
+    thread = threading.Thread(target=save_form)
+    with transaction.atomic():
+        Budget.objects.select_for_update().get()
+        thread.start()
+        wait_until_blocked(thread)
+        created.delete()
+    thread.join(30)
+    assert messages == ["Nothing was saved: There is no budget with this id."]
+
+
 def test_concurrent_grants_ends_changes_and_sweeps_do_not_deadlock(
     small_minimum: None, grant: Callable[..., Lease], memory: Any
 ) -> None:
@@ -183,8 +242,7 @@ def test_concurrent_grants_ends_changes_and_sweeps_do_not_deadlock(
                 assert not budget_enforcement.enforce_budgets(now=NOW + turn * MINUTE).failures
             elif number == 1:
                 metering.meter_usage(now=NOW + turn * MINUTE), costs.price_usage(now=NOW + turn * MINUTE)
-                created[turn].amount = Decimal(6 + turn)
-                budgets.save_budget(created[turn], now=NOW)
+                budgets.change_budget(created[turn].pk, {"amount": Decimal(6 + turn)}, now=NOW)
             else:
                 try:
                     lease = grant(f"did:plc:a{number % 3}", f"e{number}")

@@ -190,7 +190,7 @@ def is_balanced(account: Account) -> bool:
 def create_budget(amount: Any = 1, unit: str = "hours", period: str = "day", *, now: datetime = NOW, **fields: Any) -> Budget:
     """Save a budget as an operator does: on everything, unless `fields` has another scope."""
     budget = Budget(**{"scope": "all", "amount": Decimal(amount), "unit": unit, "period": period} | fields)
-    budgets.save_budget(budget, now=now)
+    budgets.create_budget(budget, now=now)
     return budget
 
 

@@ -1,6 +1,7 @@
 """Access to the pages of the console: URLs of rows and actions, content of pages, messages and query counts."""
 
 from collections.abc import Callable
+from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import urljoin
 
@@ -43,6 +44,32 @@ def list_rows(client: Client, url: str) -> list[Any]:
     answer = client.get(url)
     assert answer.status_code == 200, url
     return list(answer.context["cl"].result_list)
+
+
+class _FormReader(HTMLParser):
+    """Names and values that a browser would submit with the fields of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, str] = {}
+        self.select = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        name, is_box = given.get("name", ""), given.get("type") in ("checkbox", "radio")
+        if tag == "select":
+            self.select = name
+        elif tag == "option" and "selected" in given:
+            self.values[self.select] = given.get("value", "")
+        elif tag == "input" and name and given.get("type") != "submit" and (not is_box or "checked" in given):
+            self.values[name] = given.get("value", "on" if is_box else "")
+
+
+def read_form(client: Client, url: str) -> dict[str, str]:
+    """Return the values that a browser would submit from a page without a change."""
+    reader = _FormReader()
+    reader.feed(fetch(client, url))
+    return reader.values
 
 
 def list_messages(answer: Any) -> list[str]:

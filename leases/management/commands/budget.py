@@ -1,6 +1,8 @@
 """manage.py budget: list, add, change, top up and remove budgets."""
 
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -77,18 +79,13 @@ class Command(BaseCommand):
             if action == "remove":
                 budget = _find_budget(options["id"])
                 line = _format_budget(budget)
-                budgets.remove_budget(budget.pk, now=database_time.now())
+                budgets.remove_budget(budget.pk, actor=ACTOR, now=database_time.now())
                 self.stdout.write(f"removed: {line}")
                 return
             if action == "top-up":
                 self.stdout.write(f"topped up: {_format_budget(_top_up(**options))}")
                 return
-            budget = _find_budget(options["id"]) if action == "set" else _build_budget(**options)
-            _apply_options(budget, **options)
-            try:
-                budgets.save_budget(budget, now=database_time.now())
-            except ValidationError as error:
-                raise CommandError("; ".join(error.messages)) from None
+            budget = _change(**options) if action == "set" else _add(**options)
             if budget.scope == Scope.AGENT and (warning := describe_unknown_agent(budget.subject)):
                 self.stderr.write(f"Warning: {warning}")
             self.stdout.write(f"{'changed' if action == 'set' else 'added'}: {_format_budget(budget)}")
@@ -101,11 +98,30 @@ def _find_budget(pk: int) -> Budget:
     return budget
 
 
+def _add(**options: Any) -> Budget:
+    budget = _build_budget(**options)
+    for field, value in _read_fields(**options).items():
+        setattr(budget, field, value)
+    with _report_invalid():
+        return budgets.create_budget(budget, actor=ACTOR, now=database_time.now())[0]
+
+
+def _change(*, id: int, **options: Any) -> Budget:
+    with _report_invalid(id):
+        return budgets.change_budget(id, _read_fields(**options), actor=ACTOR, now=database_time.now())
+
+
 def _top_up(*, id: int, amount: str, note: str, **options: Any) -> Budget:
-    try:
+    with _report_invalid(id):
         return budgets.top_up(id, _parse_amount(amount), note=note, actor=ACTOR, now=database_time.now())[0]
+
+
+@contextmanager
+def _report_invalid(pk: int | None = None) -> Iterator[None]:
+    try:
+        yield
     except BudgetNotFound:
-        raise CommandError(f"No such budget: {id}.") from None
+        raise CommandError(f"No such budget: {pk}.") from None
     except ValidationError as error:
         raise CommandError("; ".join(error.messages)) from None
 
@@ -130,8 +146,7 @@ def _build_budget(*, unit: str, period: str, model: str, **options: Any) -> Budg
     return budget
 
 
-def _apply_options(
-    budget: Budget,
+def _read_fields(
     *,
     amount: str | None,
     kind: str | None,
@@ -140,19 +155,22 @@ def _apply_options(
     grace: str | None,
     active: str = "",
     **options: Any,
-) -> None:
+) -> dict[str, Any]:
+    """Return the fields of a budget that options state."""
+    fields: dict[str, Any] = {}
     if amount is not None:
-        budget.amount = _parse_amount(amount)
+        fields["amount"] = _parse_amount(amount)
     if kind:
-        budget.hard = kind == "hard"
+        fields["hard"] = kind == "hard"
     if warn is not None:
-        budget.warn_percents = sorted({*warn})
+        fields["warn_percents"] = sorted({*warn})
     if time_zone is not None:
-        budget.time_zone = time_zone
+        fields["time_zone"] = time_zone
     if grace is not None:
-        budget.grace = timedelta(0) if grace == "0" else parse_duration("--grace", grace)
+        fields["grace"] = timedelta(0) if grace == "0" else parse_duration("--grace", grace)
     if active:
-        budget.active = active == "yes"
+        fields["active"] = active == "yes"
+    return fields
 
 
 def _format_budget(budget: Budget) -> str:

@@ -11,7 +11,7 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import ADDITION, CHANGE, LogEntry
 from django.contrib.admin.utils import unquote
 from django.contrib.contenttypes.models import ContentType
-from django.core.exceptions import BadRequest, ValidationError
+from django.core.exceptions import NON_FIELD_ERRORS, BadRequest, ValidationError
 from django.db.models import Model, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
@@ -43,7 +43,7 @@ class ReasonForm(BaseDialogForm):
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"auto_id": "id_dialog_%s", **kwargs})  # the page behind may have a field of the same name
         self.warnings: list[str] = []
 
     @property
@@ -55,11 +55,15 @@ class ReasonForm(BaseDialogForm):
         """Return the warnings to show after the action has changed something."""
         return self.warnings
 
-    def add_refusal(self, refusal: SandboxError) -> None:
+    def add_refusal(self, refusal: SandboxError | ValidationError) -> None:
         """Show a refusal at the field that it names, or above the fields."""
-        named = str(refusal.extra.get("field") or refusal.code)
-        field = self.error_fields.get(named, named)
-        self.add_error(field if field in self.fields else None, str(refusal))
+        if isinstance(refusal, SandboxError):
+            named = {str(refusal.extra.get("field") or refusal.code): [str(refusal)]}
+        else:
+            named = refusal.message_dict if hasattr(refusal, "error_dict") else {NON_FIELD_ERRORS: refusal.messages}
+        for name, texts in named.items():
+            field = self.error_fields.get(name, name)
+            self.add_error(field if field in self.fields else None, texts)
 
 
 @dataclass(frozen=True)
@@ -84,17 +88,12 @@ class AdminAction:
     enqueue: Callable[[], object] = bool  # called once after rows were changed
     explain_refusal: Callable[[Any], str] | None = None  # row as it is now -> reason, in place of `refusal_reason`
     form: type[ReasonForm] = ReasonForm
+    is_logged: bool = True  # False: the verb records the operator and the reason
     get_next_url: Callable[[Any, ReasonForm], str] | None = None  # page to open afterwards; by default the row's
 
     @property
     def dialog(self) -> dict[str, Any]:
-        return {
-            "title": f"{self.title}?",
-            "description": self.warning,
-            "form_class": self.form,
-            "form_submit_text": self.title,
-            "is_creation": self.creates,
-        }
+        return {**_build_dialog(self, self.warning, is_creation=self.creates), "title": f"{self.title}?"}
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,7 @@ class CreateAction:
 
     @property
     def dialog(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "description": self.description,
-            "form_class": self.form,
-            "form_submit_text": self.title,
-            "is_creation": True,
-        }
+        return _build_dialog(self, self.description, is_creation=True)
 
 
 @dataclass(frozen=True)
@@ -138,13 +131,14 @@ class ListAction:
 
     @property
     def dialog(self) -> dict[str, Any]:
-        return {
-            "title": f"{self.title}?",
-            "description": self.description,
-            "form_class": self.form,
-            "form_submit_text": self.title,
-            "is_creation": False,
-        }
+        return {**_build_dialog(self, self.description, is_creation=False), "title": f"{self.title}?"}
+
+
+def _build_dialog(declared: AdminAction | CreateAction | ListAction, description: str, *, is_creation: bool) -> dict[str, Any]:
+    return {
+        "title": declared.title, "description": description, "form_class": declared.form, "form_submit_text": declared.title,
+        "is_creation": is_creation,
+    }  # fmt: skip
 
 
 class ActionModelAdmin(ModelAdmin):
@@ -192,8 +186,8 @@ class ActionModelAdmin(ModelAdmin):
             raise Http404
         try:
             changed = self._run_verb(request, declared, row, **form.arguments)
-        except SandboxError as refusal:
-            if refusal.has_changed:
+        except (SandboxError, ValidationError) as refusal:  # the model may have rules that the form does not have
+            if isinstance(refusal, SandboxError) and refusal.has_changed:
                 declared.enqueue()
             return _show_refusal(request, declared, form, refusal)
         if changed:
@@ -304,15 +298,14 @@ class ActionModelAdmin(ModelAdmin):
 
     def _run_verb(self, request: HttpRequest, declared: AdminAction, row: Any, reason: str, **fields: Any) -> bool:
         """Call the verb for one row, and log the change at once: a failure of a later row must not lose the entry."""
-        entry = f"{declared.title}: {reason}"
         try:
             if not declared.verb(row, request.user.get_username(), reason, database_time.now(), **fields):
                 return False
         except SandboxError as refusal:
             if refusal.has_changed:
-                LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
+                _log_row_action(request, declared, row, reason)
             raise
-        LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, entry)  # type: ignore[arg-type]
+        _log_row_action(request, declared, row, reason)
         return True
 
     def get_actions_detail(self, request: HttpRequest, object_id: Any) -> list[Any]:
@@ -324,6 +317,11 @@ class ActionModelAdmin(ModelAdmin):
     @property
     def _verbose_names(self) -> tuple[str, str]:
         return str(self.opts.verbose_name), str(self.opts.verbose_name_plural)
+
+
+def _log_row_action(request: HttpRequest, declared: AdminAction, row: Model, reason: str) -> None:
+    if declared.is_logged:
+        LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, f"{declared.title}: {reason}")  # type: ignore[arg-type]
 
 
 def _join_capped(names: list[str]) -> str:
@@ -383,7 +381,10 @@ def _build_list_method(name: str, declared: ListAction) -> Any:
 
 
 def _show_refusal(
-    request: HttpRequest, declared: AdminAction | CreateAction | ListAction, form: ReasonForm, refusal: SandboxError
+    request: HttpRequest,
+    declared: AdminAction | CreateAction | ListAction,
+    form: ReasonForm,
+    refusal: SandboxError | ValidationError,
 ) -> HttpResponse:
     """Render the open dialog again, with the refusal at its field."""
     form.add_refusal(refusal)

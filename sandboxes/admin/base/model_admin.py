@@ -14,6 +14,7 @@ from sandboxes.admin.base.actions import ActionModelAdmin
 from sandboxes.admin.base.changelist import CappedPaginator, ListTab, TabbedChangeList, parse_uuid
 from sandboxes.admin.base.fields import DurationTextField, LineListField, NormalizedDecimalField
 from sandboxes.admin.base.owner_search import OwnerSearch
+from sandboxes.errors import SandboxError
 
 
 class ConsoleModelAdmin(ActionModelAdmin):
@@ -69,10 +70,11 @@ class ConsoleModelAdmin(ActionModelAdmin):
     ) -> HttpResponse:
         try:
             response: HttpResponse = super().changeform_view(request, object_id, form_url, extra_context)
-        except ValidationError as error:  # became invalid after the form was checked
+        except (ValidationError, SandboxError) as error:  # the row became invalid, or was deleted, after the form was checked
             if request.method != "POST":
                 raise
-            messages.error(request, f"Nothing was saved: {' '.join(error.messages)}")
+            reason = " ".join(error.messages) if isinstance(error, ValidationError) else str(error)
+            messages.error(request, f"Nothing was saved: {reason}")
             return HttpResponseRedirect(request.get_full_path())
         return response
 

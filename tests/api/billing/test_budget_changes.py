@@ -8,7 +8,8 @@ from django.utils import timezone
 
 from billing import budgets
 from billing.models import Budget, BudgetTopUp
-from leases.models import IdempotentRequest
+from leases.models import AgentKey, IdempotentRequest
+from sandboxes.models import OperatorAction
 from tests.api.conftest import ADA, ApiClient
 from tests.support.billing import HOUR, create_budget, create_time_usage
 
@@ -29,6 +30,11 @@ def test_budget_is_created_changed_read_and_deleted(operator: ApiClient) -> None
     assert {"amount": "30.5", "active": False, "warn_percents": [], "hard": False}.items() <= changed.json().items()
     assert operator.get(url).json() == changed.json()
     assert operator.delete(url).status_code == 204
+    assert [*OperatorAction.objects.order_by("at").values_list("action", "detail", "object_id")] == [
+        ("Create budget", "", str(made["id"])),
+        ("Change budget", "amount 20 → 30.5, active yes → no, warn_percents [10, 90] → []", str(made["id"])),
+        ("Delete budget", "", str(made["id"])),
+    ]
     for missing in (
         operator.get(url),
         operator("PATCH", url, {}),
@@ -78,6 +84,9 @@ def test_repeated_request_after_an_error_creates_one_row(operator: ApiClient, at
         at_checkpoint("budget summed", fail)
         assert operator.post(url, body, idempotency_key=url).status_code == 500
         assert operator.post(url, body, idempotency_key=url).status_code == 201
+    actions = OperatorAction.objects.order_by("at").values_list("action", "detail", "actor")
+    actor = f"key {AgentKey.objects.get(operator=True).prefix}"
+    assert [*actions] == [("Create budget", "", actor), ("Top up budget", "1 USD", actor)]
     IdempotentRequest.objects.all().delete()  # expired
     assert operator.post(url, {"amount": "2"}, idempotency_key=url).json()["code"] == "idempotency_key_reused"
     assert Budget.objects.get().topped_up == BudgetTopUp.objects.get().amount == 1

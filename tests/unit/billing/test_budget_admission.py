@@ -198,9 +198,7 @@ def test_file_access_is_refused_after_the_grace_period(exhausted_lease: Lease, a
 
 
 def test_raised_budget_reopens_at_once(exhausted_lease: Lease) -> None:
-    budget = Budget.objects.get()
-    budget.amount = Decimal(3)
-    budgets.save_budget(budget, now=NOW)
+    budget = budgets.change_budget(Budget.objects.get().pk, {"amount": Decimal(3)}, now=NOW)
     assert (budget.exhausted_at, budget.exhausted_for, budget.spent) == (None, None, 1)
     run_command(exhausted_lease)
     assert list_budget_events() == ["exhausted", "warning"]

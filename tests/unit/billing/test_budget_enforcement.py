@@ -102,10 +102,8 @@ def test_budget_newly_applied_to_a_run_gives_a_full_grace_period(
     run_billing_sweeps(NOW)
     if not old_fields:
         budgets.set_active(budget.pk, active=False, now=NOW)
-    for name, value in new_fields.items():
-        setattr(budget, name, value)
     if new_fields:
-        budgets.save_budget(budget, now=NOW + HOUR)
+        budgets.change_budget(budget.pk, new_fields, now=NOW + HOUR)
     else:
         assert budgets.set_active(budget.pk, active=True, now=NOW + HOUR)
     assert run_billing_sweeps(NOW + HOUR) == {"sandboxes in grace period": 1}
@@ -148,12 +146,11 @@ def test_model_calls_are_admitted_again_with_a_budget_that_has_room(used_lease: 
     start_run(lease, timeout=30 * HOUR)
     budget = create_budget(1, grace=timedelta(0))
     metering.meter_usage(now=NOW)
-    budgets.save_budget(budget, now=NOW)
+    budgets.change_budget(budget.pk, {}, now=NOW)
     assert open_call(lease, NOW) == "budget_exhausted"
     later = NOW + MINUTE
     if change == "raise":
-        budget.amount = 100
-        budgets.save_budget(budget, now=later)
+        budgets.change_budget(budget.pk, {"amount": 100}, now=later)
     elif change == "disable":
         budgets.set_active(budget.pk, active=False, now=later)
     else:

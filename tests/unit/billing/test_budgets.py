@@ -281,9 +281,8 @@ def test_budget_with_a_changed_scope_or_period_sends_new_events(new_fields: dict
     now = datetime(2026, 11, 1, 12, tzinfo=UTC)  # the first day of a month
     create_time_usage(now - HOUR, agent=ADA), create_time_usage(now - HOUR, agent=BOB)
     budget = create_budget(1, scope="agent", subject=ADA, now=now)
-    for name, value in new_fields.items():
-        setattr(budget, name, value)
-    budgets.save_budget(budget, now=now + MINUTE), budgets.save_budget(budget, now=now + 2 * MINUTE)
+    for minutes in (1, 2):
+        budgets.change_budget(budget.pk, new_fields, now=now + minutes * MINUTE)
     events = Event.objects.filter(kind="budget.exhausted").order_by("at")
     names = ["subject", "period", "scope"]
     old_fields = {"subject": ADA, "period": "day", "scope": "agent"}
@@ -327,9 +326,7 @@ def test_inactive_budget_has_no_effect(used_lease: AnyCallable, grant: AnyCallab
     lease, budget = used_lease(), create_budget(1)
     counts = run_billing_sweeps(NOW)
     assert counts["leases ended"] == 1
-    budget.refresh_from_db()
-    budget.active = False
-    budgets.save_budget(budget, now=NOW)
+    budgets.change_budget(budget.pk, {"active": False}, now=NOW)
     run_command(grant(environment="e2"))
     assert run_billing_sweeps(NOW + HOUR) == {}
     assert get_lease_end(lease)[0] == "expired"

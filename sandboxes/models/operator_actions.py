@@ -1,0 +1,31 @@
+"""Operator actions of API keys and commands: columns and indexes. The verb is in sandboxes.audit."""
+
+from uuid import uuid4
+
+from django.db import models
+
+
+class OperatorAction(models.Model):
+    """Change of a row by an operator's API key or a command. Never changed, and kept when the row is deleted.
+
+    Changes by users of the console are log entries of Django's admin, which have a user."""
+
+    id = models.UUIDField(primary_key=True, default=uuid4, editable=False)
+    kind = models.CharField(max_length=100, help_text='Label of the changed row\'s model, such as "billing.budget".')
+    object_id = models.CharField(max_length=64, help_text="Primary key of the changed row.")
+    object_text = models.CharField("object", max_length=300, help_text="Description of the row after the change.")
+    action = models.CharField(max_length=60)
+    detail = models.CharField(max_length=1000, blank=True)
+    actor = models.CharField("by", max_length=200, help_text="API key, or the command line.")
+    at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ("view",)
+        ordering = ["-at", "-pk"]
+        indexes = [
+            models.Index(fields=["-at", "-id"], name="operatoraction_newest"),
+            models.Index(fields=["kind", "object_id", "-at"], name="operatoraction_object"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.action}: {self.object_text}"

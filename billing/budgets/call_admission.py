@@ -1,14 +1,16 @@
 """Admission of model calls: what a lease or a budget has spent at this moment, with the calls that no sweep has metered yet.
 
 The sum is exact at each admission: usage records of metered calls, and the calls that are not metered, in one statement. An
-open call counts with its reservation. A call that was metered and whose cost changed later counts with the difference."""
+open call counts with its reservation. A call that was metered and whose cost changed later counts with the difference. The sum
+of the metered calls is kept with the budget: `update_spending`, a change of the budget and a change of an account's members
+delete it, and a change of the usage records makes it invalid (billing.budgets.call_sums)."""
 
 from datetime import date, datetime
 from decimal import Decimal
 from uuid import UUID
 
 from billing.budgets import call_sums
-from billing.budgets.call_sums import CALLS
+from billing.budgets.call_sums import CALLS, UNKNOWN, MeteredSum
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.model_patterns import is_model_match
 from billing.budgets.periods import get_limit, get_period_bounds, split_period
@@ -58,7 +60,7 @@ def check_call(call: CallReservation, now: datetime) -> Funds:
     if call.usd is None and any(budget.unit == Unit.USD for budget in hard_budgets):
         raise build_not_priced_refusal(call.model)
     needed = {Unit.USD.value: call.usd or Decimal(0), Unit.TOKENS.value: Decimal(call.tokens)}
-    spent = {budget: sum_spent_now(budget, now=now) for budget in hard_budgets}
+    spent = {budget: sum_spent_now(budget, now=now, locked=True) for budget in hard_budgets}
     rest = {budget: get_limit(budget, now) - spent[budget] - budget.reserved - needed[budget.unit] for budget in hard_budgets}
     shortages = {
         budget: Shortage(spent[budget], EXPLANATIONS[budget.unit].format(format_amount(needed[budget.unit])))
@@ -102,10 +104,13 @@ def _to_call_refusal(error: BudgetExhausted, agent_did: str) -> CallRefused:
     return CallRefused(402, "budget_exhausted", str(restricted), **restricted.extra | {"resets_at": resets_at})
 
 
-def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:
-    """Return what a budget has spent at this moment: sandboxes as of its last update, and all model calls."""
+def sum_spent_now(budget: Budget, *, now: datetime, locked: bool = False) -> Decimal:
+    """Return what a budget has spent at this moment: sandboxes as of its last update, and all model calls.
+
+    With a locked budget, the sum of the metered calls is kept for the next admissions."""
     began, ends = get_period_bounds(budget, now)
     is_current = budget.period_began == began
+    is_kept = is_current and budget.calls_day is not None and budget.calls_metered_mark is not None
     others = budget.spent - budget.calls_spent if is_current else Decimal(0)
     since = budget.calls_day if is_current and budget.calls_day else began.date()
     before = budget.calls_before if is_current else Decimal(0)
@@ -115,4 +120,8 @@ def sum_spent_now(budget: Budget, *, now: datetime) -> Decimal:
     if not parts.has_days:
         return spent
     until = start_of_day(parts.until) if parts.until else None
-    return spent + call_sums.sum_days(budget, max(since, parts.first_day), start_of_day(parts.first_day), until)
+    known = MeteredSum(budget.calls_metered, budget.calls_metered_mark or 0) if is_kept else UNKNOWN
+    calls, metered = call_sums.sum_days(budget, max(since, parts.first_day), start_of_day(parts.first_day), until, known)
+    if locked and is_current and budget.calls_day and metered != known:
+        sql.update(Budget, "calls_metered = %s, calls_metered_mark = %s WHERE id = %s", *metered, budget.pk)
+    return spent + calls

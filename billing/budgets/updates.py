@@ -28,7 +28,8 @@ from sandboxes.webhooks import outbox
 
 log = structlog.get_logger(__name__)
 UPDATED_FIELDS = [
-    "spent", "unpriced", "estimated_usd", "estimated_tokens", "calls_spent", "calls_before", "calls_day", "reserved",
+    "spent", "unpriced", "estimated_usd", "estimated_tokens", "calls_spent", "calls_before", "calls_day",
+    "calls_metered_mark", "reserved",
     "spent_at", "period_began", "warned_for", "warned_percent", "exhausted_for", "exhausted_at",
 ]  # fmt: skip
 SUMMED_FIELDS = ["scope", "subject", "model", "unit", "period", "time_zone"]  # a change of one changes the sum
@@ -56,7 +57,7 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         if locked and not horizon.is_rebuilding():
             locked.spent, locked.calls_spent, locked.spent_at, locked.period_began = spent.total, spent.calls, now, began
             locked.unpriced, locked.estimated_usd, locked.estimated_tokens = spent.uncertainty
-            locked.calls_before, locked.calls_day = calls_before, to_utc_date(now)
+            locked.calls_before, locked.calls_day, locked.calls_metered_mark = calls_before, to_utc_date(now), None
             locked.reserved = compute_reservation(locked, now=now)
             changes = _apply_thresholds(locked, now=now)
         checkpoint("budget marked", budget)
@@ -158,7 +159,8 @@ def change_budget(pk: int, changes: Mapping[str, Any], *, actor: str = "", now: 
 def _write_changes(budget: Budget, fields: Iterable[str]) -> None:
     unchanged = {field: getattr(budget, field) for field in GRACE_RESET_FIELDS}
     # Leases that were not subject to this budget before get a full grace period.
-    Budget.objects.filter(pk=budget.pk).exclude(**unchanged).update(exhausted_for=None, exhausted_at=None)
+    changed = Budget.objects.filter(pk=budget.pk).exclude(**unchanged)
+    changed.update(exhausted_for=None, exhausted_at=None, calls_metered_mark=None)
     budget.save(update_fields=fields)
 
 

@@ -12,6 +12,7 @@ from django.utils.functional import cached_property
 from billing import membership
 from billing.dates import EPOCH, EPOCH_DATE, start_of_next_month, to_utc_date
 from billing.membership import HOUSE_ACCOUNT_NAME
+from billing.models.budgets import Budget, Scope
 from billing.models.statements import Statement
 from billing.models.usage import Unpriced, UsageRecord, Watermark
 from sandboxes.db import database_time
@@ -100,14 +101,14 @@ class Membership(models.Model):
 
         Raise ValidationError if that would change a closed month."""
         with transaction.atomic():
-            Watermark.hold("costs", EPOCH)  # excludes a concurrent month close or pricing by the old account
+            _hold_sums()
             self.full_clean()
             self._mark_unpriced()
             super().save(*args, **options)
 
     def delete(self, *args: Any, **options: Any) -> tuple[int, dict[str, int]]:
         with transaction.atomic():
-            Watermark.hold("costs", EPOCH)
+            _hold_sums()
             if error := _explain_closed_months(self._find_account_changes(deleted=True)):
                 raise ValidationError(error)
             self._mark_unpriced(deleted=True)
@@ -162,3 +163,9 @@ def get_first_open_day(*accounts: int) -> date:
     """Return the first day after the last closed month of any of these accounts; `date.min` if none is closed."""
     last = Statement.objects.filter(account__in=accounts).aggregate(month=Max("month"))["month"]
     return start_of_next_month(last) if last else date.min
+
+
+def _hold_sums() -> None:
+    """Exclude a concurrent month close or pricing by the old account, and delete the sums that budgets of accounts keep."""
+    Watermark.hold("costs", EPOCH)
+    Budget.objects.filter(scope=Scope.ACCOUNT).update(calls_metered_mark=None)

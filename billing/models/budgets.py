@@ -122,6 +122,14 @@ class Budget(models.Model):
         help_text="Cost or tokens of the model calls of the period before the day `calls_day`.",
     )  # fmt: skip
     calls_day = models.DateField(null=True, blank=True, editable=False)
+    calls_metered = models.BigIntegerField(
+        default=0, db_default=0, editable=False,
+        help_text="Metered model calls of the day `calls_day` and later, in billionths of USD or in tokens.",
+    )  # fmt: skip
+    calls_metered_mark = models.BigIntegerField(
+        null=True, blank=True, editable=False,
+        help_text="Id of the newest usage record of model calls in `calls_metered`. Empty: to be summed again.",
+    )  # fmt: skip
     reserved = models.DecimalField(
         max_digits=24, decimal_places=9, default=Decimal(0), db_default=Decimal(0), editable=False,
         help_text="Reservation of the running sandboxes at the last update.",

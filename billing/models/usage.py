@@ -139,6 +139,7 @@ class UsageRecord(models.Model):
             models.Index(fields=["day", "item"], name="usage_day"),
             models.Index(fields=["holder", "day"], name="usage_holder"),
             models.Index(fields=["-day", "-id"], condition=Q(unpriced__gt=0), name="usage_unpriced"),
+            models.Index(fields=["id"], condition=Q(item="tokens"), name="usage_newest_tokens"),
             # Also for prefix searches: PostgreSQL cannot use an index in the order of a language for LIKE.
             models.Index(fields=["agent_did", "day"], opclasses=["varchar_pattern_ops", "date_ops"], name="usage_agent_prefix"),
             models.Index(fields=["environment_id"], opclasses=["varchar_pattern_ops"], name="usage_environment_prefix"),

@@ -75,6 +75,13 @@ def row_lock(table: str = "") -> str:
     return f"FOR NO KEY UPDATE{f' OF {table}' if table else ''}" if is_postgres() else ""
 
 
+def force_index(name: str) -> str:
+    """Return the clause after a table that makes SQLite use an index, or "" on PostgreSQL, whose statistics are never missing.
+
+    Without statistics SQLite prefers an index on a range of times, which contains all rows, to a partial index of few rows."""
+    return "" if is_postgres() else f"INDEXED BY {name}"
+
+
 def share_lock() -> str:
     """Return the clause that keeps the rows of a SELECT from being changed or deleted, and lets others lock them in this way.
 

@@ -12,6 +12,7 @@ import pytest
 
 from billing import budgets, costs, derivation, metering
 from billing.budgets import call_admission
+from billing.models import Budget, UsageRecord
 from leases.models import Lease
 from sandboxes.egress import settlement
 from sandboxes.egress.estimates import TokenEstimate
@@ -249,6 +250,56 @@ def test_sum_is_exact_after_every_step_of_a_random_history(
         assert call_admission.sum_spent_now(in_tokens, now=now) == sum(map(count_tokens, expected)), step
         lease_sum = LlmCall.objects.filter(holder=lease.pk).exclude(outcome="refused")
         assert budgets.sum_lease_calls(lease.pk) == sum((row.cost or row.reserved or 0 for row in lease_sum), Decimal(0)), step
+
+
+def keep_sum(lease: Lease, **scope: str) -> Budget:
+    """Return a budget with the kept sum of one metered call, beside a call that is open."""
+    budget = create_budget(100, "usd", **scope)
+    close_call(open_call(lease))
+    run_billing_sweeps(NOW)
+    open_call(lease)
+    budget.refresh_from_db()
+    newest = UsageRecord.objects.filter(item="tokens").latest("pk")
+    assert (budget.calls_metered, budget.calls_metered_mark) == (10**7, newest.pk)
+    return budget
+
+
+def test_metered_calls_are_not_summed_again_until_their_usage_changes(lease: Lease) -> None:
+    budget = keep_sum(lease)
+    UsageRecord.objects.filter(item="tokens").update(usd=100)  # no pass of metering changes a record in place
+    assert call_admission.sum_spent_now(budget, now=NOW) == 2 * CENT
+    close_call(open_call(lease))
+    metering.meter_usage(now=NOW)
+    assert call_admission.sum_spent_now(budget, now=NOW) == 3 * CENT
+
+
+def test_calls_of_an_agent_leave_the_kept_sum_with_its_membership(lease: Lease) -> None:
+    membership = join_account("crew")
+    budget = keep_sum(lease, scope="account", subject="crew")
+    membership.delete()
+    budget.refresh_from_db()
+    assert call_admission.sum_spent_now(budget, now=NOW) == 0
+
+
+def test_calls_of_an_earlier_day_are_not_kept_twice(lease: Lease) -> None:
+    budget = keep_sum(lease, period="month")
+    budgets.update_spending(budget.pk, now=MIDNIGHT + HOUR)
+    budget.refresh_from_db()
+    assert (budget.calls_day, budget.calls_before) == (MIDNIGHT.date(), CENT)
+    assert call_admission.sum_spent_now(budget, now=MIDNIGHT + HOUR) == 2 * CENT
+
+
+def test_changed_budget_admits_by_its_own_sum_before_its_update(lease: Lease, at_checkpoint: AnyCallable) -> None:
+    budget = keep_sum(lease)
+    sums = list[Decimal]()
+
+    def sum_other_calls() -> None:
+        changed = Budget.objects.get(pk=budget.pk)
+        sums.append(call_admission.sum_spent_now(changed, now=NOW) - (changed.spent - changed.calls_spent))
+
+    at_checkpoint("budget summed", sum_other_calls)
+    budgets.change_budget(budget.pk, {"scope": "agent", "subject": BOB}, now=NOW)
+    assert sums == [0]
 
 
 def get_usd(row: LlmCall) -> Decimal:

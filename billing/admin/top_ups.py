@@ -10,11 +10,11 @@ from django.contrib.admin.utils import unquote
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from billing import budgets
+from billing.admin.budget_usage import format_limit
 from billing.models import Budget
 from billing.models.budgets import MIN_BUDGET_AMOUNT
 from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm
 from sandboxes.admin.base.fields import NormalizedDecimalField
-from sandboxes.admin.base.formatting import format_usd
 from sandboxes.db import database_time
 
 
@@ -24,7 +24,7 @@ class TopUpForm(ReasonForm):
     field_order = ["amount", "reason"]
     amount = NormalizedDecimalField(
         min_value=MIN_BUDGET_AMOUNT,
-        max_digits=15,
+        max_digits=18,
         decimal_places=6,
         widget=UnfoldAdminTextInputWidget({"autofocus": True, "autocomplete": "off", "inputmode": "decimal"}),
     )
@@ -43,8 +43,8 @@ class TopUpForm(ReasonForm):
 
 def _describe_present_limit(budget: Budget, now: datetime) -> str:
     topped_up, ends = budgets.get_topped_up(budget, now), budgets.get_period_bounds(budget, now)[1]
-    limit = f"{format_usd(budgets.get_limit(budget, now))} {budget.unit_label}"
-    limit += f", {format_usd(topped_up)} of it topped up" if topped_up else ""
+    limit = f"{format_limit(budgets.get_limit(budget, now), budget)} {budget.unit_label}"
+    limit += f", {format_limit(topped_up, budget)} of it topped up" if topped_up else ""
     return (
         f"The period has {limit}. It ends at {ends:%Y-%m-%d %H:%M} UTC." if ends else f"The budget has {limit}, and no reset."
     )

@@ -166,8 +166,8 @@ def test_a_budget_is_topped_up_once_for_a_dialog(administrator: Client) -> None:
 
 def test_a_top_up_that_is_refused_names_its_field(administrator: Client, operator: Client, viewer: Client) -> None:
     made = budget(10)
-    budgets.top_up(made.pk, Decimal(900_000_000), actor="eve", now=timezone.now())
-    for fields, field in (({"amount": "0"}, "amount"), ({"amount": "200000000"}, "amount"), ({"reason": ""}, "reason")):
+    budgets.top_up(made.pk, Decimal(900_000_000_000), actor="eve", now=timezone.now())
+    for fields, field in (({"amount": "0"}, "amount"), ({"amount": "200000000000"}, "amount"), ({"reason": ""}, "reason")):
         form = top_up_fields(administrator, made, **{"amount": "1"} | fields)
         answer = administrator.post(row_url(made, "top_up"), form)
         assert [*answer.context["form"].errors] == [field]
@@ -295,7 +295,7 @@ def test_the_page_of_a_budget_in_tokens_shows_whole_numbers(viewer: Client) -> N
     facts = get_fields(viewer, row_url(made))
     assert (facts["Left"].value, facts["Left"].note) == ("6,000,000 tokens", "of 6,000,000, 1,000,000 of it topped up")
     assert facts["Spent"].value == "0 of 6,000,000 tokens" and facts["Applies to"].note == "model calls of all models"
-    assert facts["Warnings"].note == "3,000,000, 4,800,000, 6,000,000"
+    assert facts["Warnings"].note == "3,000,000, 4,800,000, 6,000,000 tokens"
     assert facts["On exhaustion"].value == "model calls are refused" and not facts["Open leases"].note
     assert "5,000,000 tokens" in fetch(viewer, LIST)
     assert "reserves its estimated tokens" in " ".join(describe_overshoot(made, 1, timezone.now()))

@@ -949,6 +949,20 @@ MUTANTS = (
         tests=[f"{TEST_CALL_ADMISSION}::test_sum_is_exact_after_every_step_of_a_random_history"],
     ),
     Mutant(
+        name="kept-sum-outlives-its-usage-records",
+        path="billing/budgets/call_sums.py",
+        before="CASE WHEN mark = %s THEN",
+        after="CASE WHEN 0 <= %s THEN",
+        tests=[f"{TEST_CALL_ADMISSION}::test_metered_calls_are_not_summed_again_until_their_usage_changes"],
+    ),
+    Mutant(
+        name="kept-sum-outlives-a-membership",
+        path="billing/models/accounts.py",
+        before="    Budget.objects.filter(scope=Scope.ACCOUNT).update(calls_metered_mark=None)",
+        after="",
+        tests=[f"{TEST_CALL_ADMISSION}::test_calls_of_an_agent_leave_the_kept_sum_with_its_membership"],
+    ),
+    Mutant(
         name="budget-in-tokens-without-calls-in-flight",
         path="billing/call_measures.py",
         before='("reserved_tokens",), ',

@@ -105,13 +105,13 @@ def test_free_requests_pass_a_reached_limit(lease: Lease) -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_concurrent_calls_do_not_exceed_a_limit(grant: AnyCallable, memory: Any) -> None:
-    """Forty clients of four leases share a budget for seven calls, and one of the leases has a limit of two."""
+    """Fifty clients of four leases share a budget for seven calls, and one of the leases has a limit of two."""
     create_rates(MODEL, input=10, output=10)
     leases = [start(grant, environment=f"e{number}") for number in range(4)]
     limit_spending(leases[0], "0.02")
     budget = create_budget("0.07", "usd")
 
-    with run_in_threads(40) as run:
+    with run_in_threads(50) as run:
         results = run(lambda number: open_call(leases[number % 4]))
     admitted = [row for row in results if isinstance(row, LlmCall)]
     assert {type(each) for each in results} == {LlmCall, CallRefused}

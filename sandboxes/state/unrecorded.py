@@ -28,9 +28,10 @@ from sandboxes.providers.errors import Missing
 from sandboxes.state import merge, unrecorded_data, uploads, workspace
 from sandboxes.state.exact_tars import read_omissions
 from sandboxes.state.local_copies import digest_file
-from sandboxes.state.pruning import SNAPSHOT_OBJECTS
+from sandboxes.state.pruning import SNAPSHOT_OBJECTS, find_orphans
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
 STORED_NAME = "found in the store:"
@@ -72,6 +73,17 @@ def recover(sandbox: Sandbox, provider: Provider, *, now: datetime) -> list[Snap
     with _reporting_full_data(sandbox, "Objects of /data in the store", now=clock()):
         unrecorded_data.keep_from_store(sandbox.agent_did, sandbox.holder, now=clock())
     return found
+
+
+def recover_all_stored(*, now: datetime) -> SweepResult:
+    """Make snapshots and copies of all stored files that the database does not record, as `recover`, also without a wake.
+
+    Idempotent. Agents whose data has no room for the copies are failures. Raise StoreError."""
+    result = unrecorded_data.keep_all_from_store(now=now)
+    holders = {key.split("/")[1] for key in find_orphans(SNAPSHOT_OBJECTS, now)}
+    for sandbox in Sandbox.objects.filter(holder__in=holders).exclude(state=SandboxState.DESTROYED).order_by("pk"):
+        result.note("snapshots", len(_recover_stored(sandbox, now=now)))
+    return result
 
 
 @contextmanager

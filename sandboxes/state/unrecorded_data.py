@@ -24,10 +24,11 @@ from sandboxes.providers.errors import SandboxUnreadable, TooLarge
 from sandboxes.state import changes, data_editing, data_sync, data_tree, disk_space, uploads
 from sandboxes.state.changes import MAX_PATH_BYTES, ChangedFile
 from sandboxes.state.merge import CONFLICTS_DIRECTORY, record_event
-from sandboxes.state.pruning import DATA_OBJECTS
+from sandboxes.state.pruning import DATA_OBJECTS, find_orphans
 from sandboxes.state.spool import FileSlice, open_spool
 from sandboxes.storage import get_store
 from sandboxes.storage.base import CHUNK_BYTES, StoreError
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
 NOT_KEPT = (DataFull, data_editing.InvalidDataPath)  # the agent's data has no room for the copies
@@ -62,7 +63,20 @@ def keep_from_sandbox(row: Sandbox, ref: str, name: str, provider: Provider, *, 
         return _keep(data, row.holder, directory, copies, tar, stack, f"/data of {name},", now=now)
 
 
-def keep_from_store(agent_did: str, holder: UUID, *, now: datetime) -> int:
+def keep_all_from_store(*, now: datetime) -> SweepResult:
+    """Keep the files in the objects without a row of all agents' data. Idempotent.
+
+    An agent whose data has no room for them is a failure. Raise StoreError."""
+    result = SweepResult()
+    for agent_did in sorted({key.split("/")[1] for key in find_orphans(DATA_OBJECTS, now)}):
+        try:
+            result.note("files", keep_from_store(agent_did, None, now=now))
+        except NOT_KEPT as failed:
+            result.failures.append(f"{agent_did}: {failed}")
+    return result
+
+
+def keep_from_store(agent_did: str, holder: UUID | None, *, now: datetime) -> int:
     """Keep the files in the objects of an agent's data that have no row. Return their number. Idempotent.
 
     Raise StoreError, and one of NOT_KEPT if the agent's data has no room for them."""
@@ -74,7 +88,7 @@ def keep_from_store(agent_did: str, holder: UUID, *, now: datetime) -> int:
     return sum(_keep_object(data, holder, key, now=now) for key in sorted(unrecorded - uploads.find_claimed(unrecorded)))
 
 
-def _keep_object(data: AgentData, holder: UUID, key: str, *, now: datetime) -> int:
+def _keep_object(data: AgentData, holder: UUID | None, key: str, *, now: datetime) -> int:
     stem = key.rpartition("/")[2].removesuffix(".tar")
     directory = f"{CONFLICTS_DIRECTORY}/stored-{stem}"
     if _is_kept(data, directory):
@@ -86,12 +100,19 @@ def _keep_object(data: AgentData, holder: UUID, key: str, *, now: datetime) -> i
         try:
             files = changes.index_tar(tar)
         except (SandboxUnreadable, tarfile.TarError) as failed:
-            log.error("unrecorded object not readable", key=key, error=str(failed))
+            detail = f"Object {key}, which the database does not record, is not readable: {failed}"
+            _report_unreadable(data, holder, detail[:500], now)
             return 0
         mtime = int(now.timestamp())
         copies = [(path, FileStat("file", OBJECT_MODE, file.size, mtime, ""), file) for path, file in files.items()]
         subject = f"an object of /data, stored at {stem.partition('-')[0]},"
         return _keep(data, holder, directory, copies, tar, stack, subject, now=now)
+
+
+def _report_unreadable(data: AgentData, holder: UUID | None, detail: str, now: datetime) -> None:
+    reported = DataEvent.objects.filter(agent_did=data.agent_did, kind=DataEvent.Kind.CORRUPT, detail=detail)
+    if not reported.exists():
+        record_event(data.agent_did, holder, DataEvent.Kind.CORRUPT, detail=detail, now=now)
 
 
 def _is_kept(data: AgentData, directory: str) -> bool:
@@ -115,7 +136,7 @@ def _fetch(ref: str, files: list[str], provider: Provider, tar: BinaryIO) -> dic
 
 def _keep(
     data: AgentData,
-    holder: UUID,
+    holder: UUID | None,
     directory: str,
     copies: Iterable[tuple[str, FileStat, ChangedFile | None]],
     tar: BinaryIO,

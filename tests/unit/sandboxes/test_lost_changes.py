@@ -2,6 +2,7 @@
 
 A rollback to a savepoint loses the changes. The engine, the store and the state directory keep what was done since."""
 
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime, timedelta
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from controlplane import schedules
@@ -22,7 +23,7 @@ from sandboxes.models.state import DataEvent, DataFile, Snapshot
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
-from sandboxes.state import workspace
+from sandboxes.state import pruning, unrecorded_data, workspace
 from sandboxes.storage import get_store
 from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
@@ -269,6 +270,67 @@ def test_sandbox_whose_changes_in_data_find_no_room_is_not_destroyed(
     assert reconcile() == []
     assert later not in memory._sandboxes
     assert list_copies() == {"f"}
+
+
+def test_confirmation_keeps_changes_in_data_of_agents_without_a_wake(
+    grant: Callable[..., Lease], memory: MemoryProvider, settings, capsys
+) -> None:
+    lease = grant()
+    sh(lease, "echo one >/data/f")
+    evict(lease)
+    lose_changes = lose_changes_from_now()
+    sh(lease, "echo two >/data/f")
+    evict(lease)
+    other = grant("did:plc:later", "game-9")  # an agent that the database does not know any more
+    sh(other, "echo three >/data/g")
+    evict(other)
+    lose_changes()
+    limit, settings.DATA_MOST_BYTES = settings.DATA_MOST_BYTES, 7
+    with pytest.raises(CommandError, match=r"(?s)Nothing was confirmed.*did:plc:ada: "):
+        call_command("installation", "confirm", "--yes")
+    assert installation_marks.find_mismatch()
+    settings.DATA_MOST_BYTES = limit
+    call_command("installation", "confirm", "--yes")
+    assert "files of agents' data kept as copies" in capsys.readouterr().out
+    assert installation_marks.find_mismatch() == ""
+    copies = DataFile.objects.filter(path__startswith=".conflicts", kind="file")
+    assert {*copies.values_list("data__agent_did", "holder")} == {("did:plc:ada", None), ("did:plc:later", None)}
+    assert len(find_found(lease)) == 1
+    assert pruning.remove_orphans(now=NOW + timedelta(hours=2)).failures == []
+    [copy] = copies.filter(data__agent_did=lease.agent_did)
+    assert sh(lease, f"cat /data/f /data/{copy.path}", now=NOW + MINUTE) == "one\ntwo"
+    assert "was kept as the snapshot" in Run.objects.latest("started_at", "pk").note
+
+
+def test_confirmation_may_discard_what_cannot_be_kept(grant: Callable[..., Lease], memory: MemoryProvider, settings) -> None:
+    lease = grant()
+    sh(lease, "echo one >/data/f")
+    evict(lease)
+    lose_changes = lose_changes_from_now()
+    sh(lease, "echo two >/data/f")
+    evict(lease)
+    lose_changes()
+    settings.DATA_MOST_BYTES = 7
+    call_command("installation", "confirm", "--yes", "--discard")
+    assert installation_marks.find_mismatch() == "" and list_copies() == set()
+
+
+def test_object_of_lost_changes_that_is_not_readable_is_an_event(
+    grant: Callable[..., Lease], memory: MemoryProvider, memory_store: MemoryStore
+) -> None:
+    lease = grant()
+    sh(lease, "echo one >/data/f")
+    evict(lease)
+    lose_changes = lose_changes_from_now()
+    sh(lease, "echo two >/data/f")
+    evict(lease)
+    lose_changes()
+    [key] = pruning.find_orphans(pruning.DATA_OBJECTS, NOW + MINUTE)
+    memory_store.upload(key, io.BytesIO(b"no archive"))
+    for _ in range(2):
+        assert unrecorded_data.keep_all_from_store(now=NOW + MINUTE).counts.get("files", 0) == 0
+    [event] = DataEvent.objects.filter(kind="corrupt")
+    assert key in event.detail
 
 
 def test_first_start_after_the_loss_notices_it_and_keeps_the_evidence(

@@ -5,7 +5,7 @@ open call counts with its reservation. A call that was metered and whose cost ch
 of the metered calls is kept with the budget: `update_spending`, a change of the budget and a change of an account's members
 delete it, and a change of the usage records makes it invalid (billing.budgets.call_sums)."""
 
-from datetime import date, datetime
+from datetime import datetime
 from decimal import Decimal
 from uuid import UUID
 
@@ -13,10 +13,10 @@ from billing.budgets import call_sums
 from billing.budgets.call_sums import CALLS, UNKNOWN, MeteredSum
 from billing.budgets.disclosure import Disclosure, get_disclosure, restrict_refusal
 from billing.budgets.model_patterns import is_model_match
-from billing.budgets.periods import get_limit, get_period_bounds, split_period
+from billing.budgets.periods import get_limit, get_period_bounds
 from billing.budgets.refusal import Shortage, build_refusal
 from billing.budgets.scopes import LEASE_BUDGET_SQL
-from billing.dates import start_of_day, to_utc_date
+from billing.dates import to_utc_date
 from billing.errors import BudgetExhausted
 from billing.models import Budget
 from billing.models.budgets import Unit
@@ -34,20 +34,6 @@ EXPLANATIONS = {Unit.USD.value: "and this call may cost {}", Unit.TOKENS.value: 
 def sum_lease_calls(holder: UUID) -> Decimal:
     """Return the cost of a lease's model calls: ended calls at their price, open ones at their reservation. In USD."""
     return call_sums.sum_lease(holder)
-
-
-def sum_calls_before(budget: Budget, began: datetime, ends: datetime | None, *, day: date) -> Decimal:
-    """Return the cost or the tokens of a budget's model calls from the period's start to the day before `day`.
-
-    Kept with the budget, so that an admission sums one day. Full days count their metered calls, a part of a day all calls. 0
-    for an hour, which is in one day, and for a budget in hours."""
-    if budget.unit == Unit.HOURS:
-        return Decimal(0)
-    parts = split_period(began, ends)
-    edges = (call_sums.sum_between(budget, *edge) for edge in parts.edges if edge[0].date() < day)
-    until = min(day, parts.until) if parts.until else day
-    metered = call_sums.sum_metered(budget, parts.first_day, until) if parts.first_day < until else Decimal(0)
-    return metered + sum(edges, Decimal(0))
 
 
 def check_call(call: CallReservation, now: datetime) -> Funds:
@@ -113,15 +99,8 @@ def sum_spent_now(budget: Budget, *, now: datetime, locked: bool = False) -> Dec
     is_kept = is_current and budget.calls_day is not None and budget.calls_metered_mark is not None
     others = budget.spent - budget.calls_spent if is_current else Decimal(0)
     since = budget.calls_day if is_current and budget.calls_day else began.date()
-    before = budget.calls_before if is_current else Decimal(0)
-    parts = split_period(began, ends)
-    edges = (call_sums.sum_between(budget, *edge) for edge in parts.edges if edge[0].date() >= since)
-    spent = others + before + sum(edges, Decimal(0))
-    if not parts.has_days:
-        return spent
-    until = start_of_day(parts.until) if parts.until else None
     known = MeteredSum(budget.calls_metered, budget.calls_metered_mark or 0) if is_kept else UNKNOWN
-    calls, metered = call_sums.sum_days(budget, max(since, parts.first_day), start_of_day(parts.first_day), until, known)
+    calls, metered = call_sums.sum_period(budget, since, began, ends, known)
     if locked and is_current and budget.calls_day and metered != known:
         sql.update(Budget, "calls_metered = %s, calls_metered_mark = %s WHERE id = %s", *metered, budget.pk)
-    return spent + calls
+    return others + (budget.calls_before if is_current else Decimal(0)) + calls

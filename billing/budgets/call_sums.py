@@ -6,11 +6,13 @@ Django takes about 5 ms to build one of these statements, the database a fractio
 The sum of the metered calls is kept with the budget until usage records of model calls change. Metering replaces each record
 that it changes by a new one, so that the largest id identifies their state."""
 
+from collections.abc import Sequence
 from datetime import date, datetime
 from decimal import Decimal
 from typing import NamedTuple
 from uuid import UUID
 
+from billing.budgets.periods import PeriodParts, split_period
 from billing.budgets.scopes import build_call_condition
 from billing.call_measures import MEASURES, USD, CallMeasure
 from billing.models import Budget, UsageRecord
@@ -34,48 +36,66 @@ UNKNOWN = MeteredSum(0, -1)
 
 def sum_lease(holder: UUID) -> Decimal:
     """Sum all model calls of a lease, in USD."""
-    return _sum_all(USD, Statement("holder = %s", (holder,)), ALWAYS, ALWAYS, "llmcall_holder_uncounted")[0]
+    owned = Statement("holder = %s", (holder,))
+    return _sum_all(USD, owned, [_build_sum_of_usage(USD, owned, ALWAYS)], ALWAYS, "llmcall_holder_uncounted")[0]
 
 
-def sum_days(
-    budget: Budget, first_day: date, began: datetime, ends: datetime | None, known: MeteredSum = UNKNOWN
+def sum_period(
+    budget: Budget, since: date, began: datetime, ends: datetime | None, known: MeteredSum = UNKNOWN
 ) -> tuple[Decimal, MeteredSum]:
-    """Sum a budget's model calls: the metered ones of `first_day` and later, and all unmetered ones since `began`.
+    """Sum a budget's model calls of a period: the metered ones of the day `since` and later, and all unmetered ones.
 
-    Return the sum, and the part that is metered. `known` is that part of an earlier sum of the same days."""
-    last_day, until = (ALWAYS, ALWAYS) if ends is None else (_before("day", ends.date()), _before("started_at", ends))
-    owned, days = build_call_condition(budget), _both(Statement("day >= %s", (first_day,)), last_day)
-    return _sum_all(MEASURES[budget.unit], owned, days, _both(_since(began), until), "llmcall_uncounted", known)
-
-
-def sum_between(budget: Budget, began: datetime, ends: datetime) -> Decimal:
-    """Sum a budget's model calls that started between two times. Usage records have days only, so each call is read."""
-    measure, period = MEASURES[budget.unit], _both(_since(began), _before("started_at", ends))
-    return _fetch(measure, _build_sum_of_calls(measure, measure.owed_sql, build_call_condition(budget), period))
+    Return the sum, and the part that is metered. `known` is that part of an earlier sum with the same arguments."""
+    measure, owned = MEASURES[budget.unit], build_call_condition(budget)
+    metered = _build_metered_sums(measure, owned, split_period(began, ends), since)
+    until = ALWAYS if ends is None else _before("started_at", ends)
+    return _sum_all(measure, owned, metered, _both(_since(began), until), "llmcall_uncounted", known)
 
 
-def sum_metered(budget: Budget, since: date, until: date) -> Decimal:
-    """Sum a budget's metered model calls from day `since` up to but not including `until`."""
-    measure, days = MEASURES[budget.unit], Statement("day >= %s AND day < %s", (since, until))
-    return _fetch(measure, _build_sum_of_usage(measure, build_call_condition(budget), days))
+def sum_metered_before(budget: Budget, began: datetime, ends: datetime | None, day: date) -> Decimal:
+    """Sum a budget's metered model calls from the start of a period to the day before `day`."""
+    measure, owned = MEASURES[budget.unit], build_call_condition(budget)
+    total = _add(_build_metered_sums(measure, owned, split_period(began, ends), began.date(), day))
+    [[parts]] = sql.fetch_all(f"SELECT {total.text}", *total.values)
+    return measure.to_amount(parts)
 
 
 def _sum_all(
-    measure: CallMeasure, owned: Statement, days: Statement, period: Statement, index: str, known: MeteredSum = UNKNOWN
-) -> tuple[Decimal, MeteredSum]:
-    """Sum metered and unmetered calls that match `owned`. `days` selects usage records, and `period` calls, with `index`.
+    measure: CallMeasure, owned: Statement, metered_sums: Sequence[Statement], period: Statement, index: str,
+    known: MeteredSum = UNKNOWN,
+) -> tuple[Decimal, MeteredSum]:  # fmt: skip
+    """Add sums of metered calls, and the unmetered calls of a period that match `owned`, which are found with `index`.
 
     One statement, because a metering pass that commits between two would be counted in neither or in both. A call that was
     metered, and whose cost or tokens changed later, counts with the difference."""
     owed = f"COALESCE({measure.owed_sql}, 0) - COALESCE({measure.metered}, 0)"
     unmetered = _build_sum_of_calls(measure, owed, owned, _both(Statement("NOT counted"), period), index)
-    metered = _build_sum_of_usage(measure, owned, days)
+    metered = _add(metered_sums)
     query = (
-        f"SELECT mark, CASE WHEN mark = %s THEN %s ELSE ({metered.text}) END, ({unmetered.text}) "  # noqa: S608 - no user input
+        f"SELECT mark, CASE WHEN mark = %s THEN %s ELSE {metered.text} END, ({unmetered.text}) "  # noqa: S608 - no user input
         f"FROM (SELECT COALESCE(MAX(id), 0) AS mark FROM {USAGE} WHERE item = 'tokens') AS newest"
     )
     [[mark, parts, open_parts]] = sql.fetch_all(query, known.mark, known.parts, *metered.values, *unmetered.values)
     return measure.to_amount(parts + open_parts), MeteredSum(int(parts), mark)
+
+
+def _build_metered_sums(
+    measure: CallMeasure, owned: Statement, period: PeriodParts, since: date, until: date | None = None
+) -> list[Statement]:
+    """Build the sums of the metered calls of a period, from the day `since` on, and before the day `until`.
+
+    Full days are read from usage records. These have no hours: for the parts of days at the edges each call is read."""
+    first, last = max(since, period.first_day), min((day for day in (until, period.until) if day), default=None)
+    sums = []
+    if last is None or first < last:
+        days = _both(Statement("day >= %s", (first,)), ALWAYS if last is None else _before("day", last))
+        sums.append(_build_sum_of_usage(measure, owned, days))
+    # A version before this one has left the column of the metered tokens empty.
+    metered = f"COALESCE({measure.metered}, CASE WHEN counted THEN {measure.owed_sql} END, 0)"
+    for began, ends in period.edges:
+        if since <= began.date() and (until is None or began.date() < until):
+            sums.append(_build_sum_of_calls(measure, metered, owned, _both(_since(began), _before("started_at", ends))))
+    return sums
 
 
 def _build_sum_of_usage(measure: CallMeasure, owned: Statement, days: Statement) -> Statement:
@@ -94,9 +114,10 @@ def _build_sum_of_calls(measure: CallMeasure, owed: str, owned: Statement, perio
     return Statement(text, (*period.values, *owned.values))
 
 
-def _fetch(measure: CallMeasure, statement: Statement) -> Decimal:
-    [[parts]] = sql.fetch_all(statement.text, *statement.values)
-    return measure.to_amount(parts)
+def _add(sums: Sequence[Statement]) -> Statement:
+    return Statement(
+        " + ".join(f"({each.text})" for each in sums) or "0", tuple(value for each in sums for value in each.values)
+    )
 
 
 def _since(began: datetime) -> Statement:

@@ -1,7 +1,7 @@
 """Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -10,14 +10,15 @@ import structlog
 from django.db import transaction
 
 from billing import horizon
-from billing.budgets.call_admission import sum_calls_before
+from billing.budgets import call_sums
 from billing.budgets.call_blocks import update_call_blocks
-from billing.budgets.periods import get_limit, get_period_bounds
+from billing.budgets.periods import DAY, get_limit, get_period_bounds
 from billing.budgets.reservation import compute_reservation, is_over
 from billing.budgets.spending import sum_spending
 from billing.dates import to_utc_date
 from billing.errors import BudgetNotFound
 from billing.models import Budget
+from billing.models.budgets import Unit
 from billing.pricing import format_decimal
 from sandboxes import audit
 from sandboxes.db import sql
@@ -46,7 +47,8 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         return []
     began, ends = get_period_bounds(budget, now)
     spent = sum_spending(budget, began, ends)  # before the lock, because a grant would wait for the sum
-    calls_before = sum_calls_before(budget, began, ends, day=to_utc_date(now))
+    calls_day = to_utc_date(now) - DAY  # calls of yesterday are metered today
+    calls_before = _sum_calls_before(budget, began, ends, calls_day)
     checkpoint("budget summed", budget)
     unchanged = {field: getattr(budget, field) for field in (*SUMMED_FIELDS, "spent_at")}
     with transaction.atomic():
@@ -57,12 +59,19 @@ def update_spending(pk: int, *, now: datetime) -> list[str]:
         if locked and not horizon.is_rebuilding():
             locked.spent, locked.calls_spent, locked.spent_at, locked.period_began = spent.total, spent.calls, now, began
             locked.unpriced, locked.estimated_usd, locked.estimated_tokens = spent.uncertainty
-            locked.calls_before, locked.calls_day, locked.calls_metered_mark = calls_before, to_utc_date(now), None
+            locked.calls_before, locked.calls_day, locked.calls_metered_mark = calls_before, calls_day, None
             locked.reserved = compute_reservation(locked, now=now)
             changes = _apply_thresholds(locked, now=now)
         checkpoint("budget marked", budget)
     checkpoint("budget settled", budget)
     return changes
+
+
+def _sum_calls_before(budget: Budget, began: datetime, ends: datetime | None, day: date) -> Decimal:
+    """Return the cost or the tokens of a budget's metered model calls from the period's start to the day before `day`.
+
+    Kept with the budget, so that an admission sums the calls of two days (billing.budgets.call_admission)."""
+    return Decimal(0) if budget.unit == Unit.HOURS else call_sums.sum_metered_before(budget, began, ends, day)
 
 
 def _apply_thresholds(budget: Budget, *, now: datetime) -> list[str]:

@@ -30,6 +30,7 @@ from sandboxes.models import LlmCall, Run, Sandbox
 from tests.conftest import MINUTE, NOW
 from tests.egress.stack import CLIENT_SCRIPT, EgressStack, LeasedSandbox, run_egress_command, run_in_thread
 from tests.egress.test_egress_docker import docker, pid_of
+from tests.support.model_rates import create_rates
 from tests.support.servers import ports
 from tests.support.servers.egress import EventLoopThread, FakeUpstream
 from tests.support.servers.models import ANSWER_CHUNKS, TOKEN_COUNTS
@@ -145,6 +146,7 @@ def test_rows_log_lines_and_records_match_and_costs_are_litellms(leased: LeasedS
 def test_stream_above_the_spend_limit_is_refused_and_not_forwarded(
     leased: LeasedSandbox, did: str, egress: EgressStack
 ) -> None:
+    create_rates("gpt", input=0.1, output=0.1)  # of the reservation, which fits before the first call
     Sandbox.objects.filter(pk=leased.box.pk).update(llm_limit=WHOLE)
     asking = f"status, reply = ask({BODIES[CHAT] | {'stream': True}!r}); print(json.dumps([status, reply.decode()]))"
     assert leased.python(asking)[0] == 200

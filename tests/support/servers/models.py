@@ -14,7 +14,7 @@ from typing import Any
 
 ANSWER_CHUNKS = ("An ", "answer ", "in ", "pieces.")
 TOKEN_COUNTS = {"in": 1000, "cached": 400, "out": 50}  # usage of every complete response; `in` includes `cached`
-PAUSES_SECONDS = {"slowest": 2.0, "slow": 0.4}
+PAUSES_SECONDS = {"slowest": 5.0, "slow": 0.4}
 
 
 class ModelServer(ThreadingHTTPServer):

@@ -239,7 +239,7 @@ def test_sum_is_exact_after_every_step_of_a_random_history(
             now += timedelta(minutes=rng.choice([1, 20, 90]))
         elif step in sweeps:
             sweeps[step]()
-        if now >= MIDNIGHT:  # changes of an earlier day are part of the sum after the next update
+        if now >= MIDNIGHT + 24 * HOUR:  # changes of the day before yesterday are part of the sum after the next update
             sweeps["update"]()
         began, _ = budgets.compute_period_bounds(period, now)
         counted = LlmCall.objects.filter(started_at__gte=began).exclude(outcome="refused")
@@ -283,10 +283,11 @@ def test_calls_of_an_agent_leave_the_kept_sum_with_its_membership(lease: Lease) 
 
 def test_calls_of_an_earlier_day_are_not_kept_twice(lease: Lease) -> None:
     budget = keep_sum(lease, period="month")
-    budgets.update_spending(budget.pk, now=MIDNIGHT + HOUR)
-    budget.refresh_from_db()
-    assert (budget.calls_day, budget.calls_before) == (MIDNIGHT.date(), CENT)
-    assert call_admission.sum_spent_now(budget, now=MIDNIGHT + HOUR) == 2 * CENT
+    for later, before in ((MIDNIGHT, 0), (MIDNIGHT + 24 * HOUR, CENT)):
+        budgets.update_spending(budget.pk, now=later)
+        budget.refresh_from_db()
+        assert (budget.calls_day, budget.calls_before) == ((later - 24 * HOUR).date(), before)
+        assert call_admission.sum_spent_now(budget, now=later) == 2 * CENT
 
 
 def test_changed_budget_admits_by_its_own_sum_before_its_update(lease: Lease, at_checkpoint: AnyCallable) -> None:

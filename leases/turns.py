@@ -20,6 +20,7 @@ from leases.models import Lease, Turn, default_turn_argv
 from sandboxes.claims import KILL_GRACE, Claim, hold
 from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.egress import gateway_tokens
 from sandboxes.errors import OutcomeUnknown, ProviderCallFailed, ResultPending, SandboxError
 from sandboxes.guard import Guard
@@ -133,11 +134,15 @@ def take_turn(
 
 def _claim_turn(lease: Lease, number: int, state: str, *, now: datetime, max_duration: timedelta) -> tuple[Turn, bool]:
     kept = state if len(state) <= MAX_STATE_BYTES else ""  # json.dumps writes ASCII
+    turn = Turn(lease=lease, number=number, state=kept, started_at=now, deadline_at=now + max_duration)
+
+    def free_number() -> None:  # without a key the row was not inserted; SQLite gives the key of one rolled back again
+        Turn.objects.filter(pk=turn.pk, lease=lease, number=number, started_at=now, ended_at__isnull=True).delete()
+
     try:
-        with transaction.atomic():
-            return Turn.objects.create(
-                lease=lease, number=number, state=kept, started_at=now, deadline_at=now + max_duration
-            ), True
+        with end_if_unanswered(free_number, turn), transaction.atomic():
+            turn.save(force_insert=True)
+        return turn, True
     except IntegrityError as error:
         dialect.raise_unless_unique(error)
         turn = Turn.objects.get(lease=lease, number=number)

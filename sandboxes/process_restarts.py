@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import structlog
@@ -24,6 +25,7 @@ from django.db.models.functions import Coalesce
 from sandboxes.claims import KILL_GRACE
 from sandboxes.db import encryption
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.egress.environment import build_environment
 from sandboxes.engine_turns import Engine, EngineTurns, list_by_engine
 from sandboxes.hosts import registry
@@ -226,7 +228,8 @@ def _claim(process: Process, *, now: datetime) -> bool:
     if process.restart_at is None:  # as a filter, None would select a row that has been restarted
         return False
     due = Process.objects.filter(pk=process.pk, restart_at=process.restart_at, kill_requested_at__isnull=True)
-    with transaction.atomic():
+    own = Process.objects.filter(pk=process.pk, mark=mark, start_confirmed=False, ended_at__isnull=True)
+    with end_if_unanswered(partial(own.update, starts_by=now), process), transaction.atomic():
         # Locks the sandbox's row: a concurrent eviction either closes this row afterwards, or makes this query find nothing.
         if not awake.select_for_update(no_key=True).first():
             return False

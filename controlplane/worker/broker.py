@@ -10,6 +10,7 @@ from django_q.brokers.orm import ORM
 from django_q.conf import Conf
 
 from sandboxes.db import database_time
+from sandboxes.deferred_writes import end_if_unanswered
 
 
 class DatabaseTimeBroker(ORM):
@@ -21,12 +22,20 @@ class DatabaseTimeBroker(ORM):
 
     def dequeue(self) -> list[tuple[int, str]]:
         """Fetch due tasks, and lock them for the retry time. Without one, wait for the polling interval."""
-        now, fetched = database_time.now(), list[tuple[int, str]]()
-        due = self.get_connection().filter(key=self.list_key, lock__lt=now)
-        for row in due.order_by("pk")[: Conf.BULK]:
-            unlocked = self.get_connection().filter(pk=row.pk, lock=row.lock)
-            if unlocked.update(lock=now + timedelta(seconds=Conf.RETRY)):  # not fetched by another worker meanwhile
-                fetched.append((row.pk, row.payload))
+        now, tried, fetched = database_time.now(), list[int](), list[tuple[int, str]]()
+        until = now + timedelta(seconds=Conf.RETRY)
+
+        def unlock() -> None:
+            """Unlock the tasks of this call, which raises an error and returns none of them."""
+            self.get_connection().filter(pk__in=tried, lock=until).update(lock=now)
+
+        with end_if_unanswered(unlock, f"tasks of {self.list_key}"):
+            due = self.get_connection().filter(key=self.list_key, lock__lt=now)
+            for row in due.order_by("pk")[: Conf.BULK]:
+                tried.append(row.pk)
+                unlocked = self.get_connection().filter(pk=row.pk, lock=row.lock)
+                if unlocked.update(lock=until):  # not fetched by another worker meanwhile
+                    fetched.append((row.pk, row.payload))
         if not fetched:
             sleep(Conf.POLL)
         return fetched

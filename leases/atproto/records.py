@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -22,6 +23,7 @@ from leases.models import Lease, Turn
 from leases.patterns import require_match
 from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from, format_timestamp
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Policy
@@ -154,9 +156,7 @@ def attempt(pk: UUID, *, now: datetime, actor: str = "") -> str:
     clock = clock_from(now)
     pending = AtprotoRecord.objects.filter(pk=pk, status=RecordStatus.PENDING)
     row = pending.select_related("lease__environment_type__policy").first()
-    if row is None or not pending.filter(next_attempt_at=row.next_attempt_at).update(
-        next_attempt_at=now + ATTEMPT_CLAIM, attempts=F("attempts") + 1
-    ):
+    if row is None or not _claim(row, until=now + ATTEMPT_CLAIM, now=now):
         return "lost race"
     checkpoint("record claimed", row)
     try:
@@ -170,6 +170,13 @@ def attempt(pk: UUID, *, now: datetime, actor: str = "") -> str:
     if created:
         log.info("record created", agent=row.agent_did, uri=reference.uri, actor=actor)
     return "created" if created else "lost race"
+
+
+def _claim(row: AtprotoRecord, *, until: datetime, now: datetime) -> bool:
+    pending = AtprotoRecord.objects.filter(pk=row.pk, status=RecordStatus.PENDING)
+    with end_if_unanswered(partial(pending.filter(next_attempt_at=until).update, next_attempt_at=now), f"record {row.pk}"):
+        due = pending.filter(next_attempt_at=row.next_attempt_at)
+        return bool(due.update(next_attempt_at=until, attempts=F("attempts") + 1))
 
 
 def _request_creation(row: AtprotoRecord, *, now: datetime) -> RecordReference:

@@ -5,10 +5,11 @@ The leases of a task end by conditions: `task.complete` with the pull request or
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from uuid import UUID
 
 import structlog
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 
 from leases import conditions
 from leases.coding import repositories, tasks
@@ -20,6 +21,7 @@ from leases.models import Lease
 from leases.tasks import enqueue_reclaim
 from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.lifecycle import checkpoint
 from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
 
@@ -74,21 +76,30 @@ def propose_or_poll(pk: UUID, *, now: datetime, actor: str = "") -> str:
     An error of the forge is stored in the task, and the request is repeated later."""
     clock = clock_from(now)
     task = CodingTask.objects.select_related("repository").get(pk=pk)
-    was = task.next_poll_at
-    if was is None or not CodingTask.objects.filter(pk=pk, next_poll_at=was).update(next_poll_at=now + POLL_CLAIM):
+    claimed = CodingTask.objects.filter(pk=pk, next_poll_at=now + POLL_CLAIM)
+    if not _claim(task, claimed, now=now):
         return "lost race"
     try:
         pull_request = _request_pull_request(task)
     except (ForgeError, RepositoryUnavailable, GitError, InvalidCloneUrl) as error:
         at = clock() + _choose_interval(task, clock())
-        CodingTask.objects.filter(pk=pk, next_poll_at=now + POLL_CLAIM).update(poll_error=str(error)[:500], next_poll_at=at)
+        claimed.update(poll_error=str(error)[:500], next_poll_at=at)
         log.warning("forge request failed", task=str(pk), error=str(error))
         return "failed"
     checkpoint("pull request known", task)
     if _post_conditions(task, pull_request, now=clock(), actor=actor):
         enqueue_reclaim()
     checkpoint("conditions posted", task)
-    return _record(task, pull_request, claimed=now + POLL_CLAIM, now=clock())
+    return _record(task, pull_request, claimed, now=clock())
+
+
+def _claim(task: CodingTask, claimed: QuerySet[CodingTask], *, now: datetime) -> bool:
+    """Claim a task whose poll is due. `claimed` selects the task while it has this claim."""
+    if task.next_poll_at is None:
+        return False
+    with end_if_unanswered(partial(claimed.update, next_poll_at=now), task):
+        due = CodingTask.objects.filter(pk=task.pk, next_poll_at=task.next_poll_at)
+        return bool(due.update(next_poll_at=now + POLL_CLAIM))
 
 
 def poll_soon(repository: str, branch: str, *, now: datetime) -> bool:
@@ -119,12 +130,12 @@ def _post_conditions(task: CodingTask, found: PullRequest, *, now: datetime, act
     ]
 
 
-def _record(task: CodingTask, found: PullRequest, *, claimed: datetime, now: datetime) -> str:
+def _record(task: CodingTask, found: PullRequest, claimed: QuerySet[CodingTask], *, now: datetime) -> str:
     status = {
         "open": CodingTaskStatus.PROPOSED, "merged": CodingTaskStatus.MERGED, "closed": CodingTaskStatus.CLOSED,
     }[found.state]  # fmt: skip
     is_open = found.state == "open"
-    recorded = CodingTask.objects.filter(Q(status=task.status), pk=task.pk, next_poll_at=claimed).update(
+    recorded = claimed.filter(status=task.status).update(
         status=status,
         pull_request_number=found.number,
         pull_request_url=found.url[:500],

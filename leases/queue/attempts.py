@@ -7,6 +7,7 @@ import base64
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import structlog
@@ -31,6 +32,7 @@ from sandboxes.db import encryption, tracing
 from sandboxes.db.clock import Clock, clock_from, compute_backoff
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.db.sql import Statement
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.errors import SandboxError
 from sandboxes.failed_by import classify_run
 from sandboxes.failures import find_cause, find_provider
@@ -284,8 +286,10 @@ def _take_over(row: QueuedRun, runner: str, *, now: datetime) -> bool:
     """Claim the attempt of a dead runner, and end the run or queue it again. Return False if that is left to others."""
     own = find_attempt(row).filter(runner=row.runner, runner_deadline=row.runner_deadline)
     row.runner, row.runner_deadline = runner, now + queue.RUNNER_TTL
-    if not own.update(runner=row.runner, runner_deadline=row.runner_deadline):
-        return False
+    taken = find_attempt(row).filter(runner=runner, runner_deadline=row.runner_deadline)
+    with end_if_unanswered(partial(taken.update, runner_deadline=now), row):
+        if not own.update(runner=row.runner, runner_deadline=row.runner_deadline):
+            return False
     checkpoint("queued run taken over", row)
     run = Run.objects.filter(pk=row.run_id).first()
     if run is not None and run.ended_at is None:

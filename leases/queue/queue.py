@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from leases.queue import running, sealing
 from leases.queue.models import QueueAgent, QueuedRun, QueuedRunState, derive_run_id
 from sandboxes.db import sql, tracing
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.failed_by import FailedBy
 from sandboxes.hosts import registry
 from sandboxes.lifecycle import checkpoint
@@ -106,40 +107,48 @@ def claim(runner: str, *, now: datetime) -> QueuedRun | None:
 
     A run whose sandbox is on a host of other runners is left to them for OTHER_HOST_DELAY. After that this runner claims the
     run, too: its attempt fails, and the run then states the reason for which it waits."""
-    local_hosts = registry.find_local_host_ids()
-    with transaction.atomic(durable=True):
-        sql.lock_key(running.LOCK)
-        if running.count_all() >= settings.QUEUE_MAX_RUNNING:
-            return None
-        pools = running.count_by_pool()
-        full_pools = [pool for pool, count in pools.items() if count >= settings.QUEUE_MAX_RUNNING_PER_POOL]
-        ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now)
-        ready = ready.filter(Q(expires_at__gt=now) | _is_begun_turn())
-        ready = ready.exclude(pool__in=full_pools)
-        ready = ready.filter(Q(turn_number__isnull=True) | ~Exists(_find_preceding_turns()))
-        ready = ready.filter(Q(available_at__lte=now - OTHER_HOST_DELAY) | ~Exists(_find_sandboxes_elsewhere(local_hosts)))
-        agent = _find_next_agent(ready)
-        if agent is None:
-            return None
-        row = ready.filter(agent_did=agent).order_by("-priority", "queued_at", "pk").first()
-        assert row is not None  # in the same transaction
-        QueueAgent.objects.update_or_create(agent_did=agent, defaults={"served_at": now})
-        try:
-            claimed = _claim_row(row, runner, now=now)
-        except (DataError, IntegrityError):  # else it would be chosen again by each look, and no other run would start
-            log.exception("queued run cannot be claimed", queued_run=str(row.pk), attempt=row.attempt)
-            QueuedRun.objects.filter(pk=row.pk).update(available_at=now + UNCLAIMABLE_DELAY)
-            return None
-    if not claimed:  # interrupted or expired since it was read
-        return None
-    checkpoint("queued run claimed", row)
+    attempts = list[Attempt]()
+    end = partial(_end_claims, runner, attempts, now=now)
+    with end_if_unanswered(end, f"queued run of {runner}"), transaction.atomic(durable=True):
+        row = _claim_next(runner, attempts, now=now)
+    if row is not None:
+        checkpoint("queued run claimed", row)
     return row
 
 
-def _claim_row(row: QueuedRun, runner: str, *, now: datetime) -> bool:
+def _claim_next(runner: str, attempts: list[Attempt], *, now: datetime) -> QueuedRun | None:
+    """Choose and claim the next run, in the transaction of the caller. Its attempt is appended to `attempts` before."""
+    local_hosts = registry.find_local_host_ids()
+    sql.lock_key(running.LOCK)
+    if running.count_all() >= settings.QUEUE_MAX_RUNNING:
+        return None
+    pools = running.count_by_pool()
+    full_pools = [pool for pool, count in pools.items() if count >= settings.QUEUE_MAX_RUNNING_PER_POOL]
+    ready = QueuedRun.objects.filter(state=STATE.QUEUED, available_at__lte=now)
+    ready = ready.filter(Q(expires_at__gt=now) | _is_begun_turn())
+    ready = ready.exclude(pool__in=full_pools)
+    ready = ready.filter(Q(turn_number__isnull=True) | ~Exists(_find_preceding_turns()))
+    ready = ready.filter(Q(available_at__lte=now - OTHER_HOST_DELAY) | ~Exists(_find_sandboxes_elsewhere(local_hosts)))
+    agent = _find_next_agent(ready)
+    if agent is None:
+        return None
+    row = ready.filter(agent_did=agent).order_by("-priority", "queued_at", "pk").first()
+    assert row is not None  # in the same transaction
+    QueueAgent.objects.update_or_create(agent_did=agent, defaults={"served_at": now})
+    try:
+        claimed = _claim_row(row, runner, attempts, now=now)
+    except (DataError, IntegrityError):  # else it would be chosen again by each look, and no other run would start
+        log.exception("queued run cannot be claimed", queued_run=str(row.pk), attempt=row.attempt)
+        QueuedRun.objects.filter(pk=row.pk).update(available_at=now + UNCLAIMABLE_DELAY)
+        return None
+    return row if claimed else None  # interrupted or expired since it was read
+
+
+def _claim_row(row: QueuedRun, runner: str, attempts: list[Attempt], *, now: datetime) -> bool:
     """Start an attempt of a queued run for a runner. Return False if the run is not queued any more."""
     row.state, row.attempt, row.started_at = STATE.STARTED, row.attempt + 1, now
     row.runner, row.runner_deadline = runner, now + RUNNER_TTL
+    attempts.append(Attempt(row.pk, row.attempt))
     with transaction.atomic():
         claimed = QueuedRun.objects.filter(pk=row.pk, state=STATE.QUEUED).update(
             state=row.state, attempt=row.attempt, started_at=now, runner=runner, runner_deadline=row.runner_deadline
@@ -234,6 +243,12 @@ def renew(runner: str, attempts: Collection[Attempt], *, now: datetime) -> int:
     if not attempts:
         return 0
     return _find_executing(runner, attempts).update(runner_deadline=now + RUNNER_TTL)
+
+
+def _end_claims(runner: str, attempts: Collection[Attempt], *, now: datetime) -> None:
+    """End claims that the runner does not know to hold: the next look of any runner takes the attempts over."""
+    if attempts:
+        _find_executing(runner, attempts).update(runner_deadline=now)
 
 
 def _find_executing(runner: str, attempts: Collection[Attempt]) -> QuerySet[QueuedRun]:

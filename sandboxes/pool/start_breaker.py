@@ -9,6 +9,7 @@ covers all pools of this provider on this host.
   its process dies, another start is let through after SANDBOX_START_TIMEOUT."""
 
 from datetime import datetime, timedelta
+from uuid import UUID
 
 import structlog
 from django.conf import settings
@@ -58,6 +59,12 @@ def admit(host: Host, *, now: datetime) -> None:
         return
     host.refresh_from_db(fields=["start_failures", "starts_paused_until", "start_error_code"])
     require_closed(host, now=now)
+
+
+def end_probe(host_id: UUID, *, until: datetime, now: datetime) -> None:
+    """Let another start through in place of the one that `admit` let through until this time, unless its result is known."""
+    probing = Host.objects.filter(pk=host_id, start_probing=True, starts_paused_until=until)
+    probing.update(starts_paused_until=now, start_probing=False)
 
 
 def note_success(host: Host) -> None:

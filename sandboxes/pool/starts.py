@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,25 @@ def start_reserved(
     return Sandbox.objects.select_related("pool").get(pk=sandbox.pk)
 
 
-def build_claim(sandbox: Sandbox, clock: Clock) -> Claim:
+class StartClaim(Claim):
+    """Claim on the start of a sandbox. Its end ends the probe of the host's circuit breaker, if the start is the probe."""
+
+    def __init__(self, sandbox: Sandbox, *, deadline: datetime, clock: Clock, ttl: timedelta) -> None:
+        rows = Sandbox.objects.filter(claim=sandbox.claim, pk=sandbox.pk, state=WARMING)
+        super().__init__(rows, deadline=deadline, clock=clock, ttl=ttl)
+        self._host_id, self._probe_until = sandbox.host_id, deadline  # the claim and the probe begin with the same duration
+
+    def end(self) -> None:
+        super().end()
+        if self._host_id is not None:
+            start_breaker.end_probe(self._host_id, until=self._probe_until, now=self.clock())
+
+
+def build_claim(sandbox: Sandbox, clock: Clock) -> StartClaim:
     """Build the claim on the start of a sandbox, by the token and the deadline in the object of its row."""
     assert sandbox.deadline_at is not None
-    rows = Sandbox.objects.filter(claim=sandbox.claim, pk=sandbox.pk, state=WARMING)
     ttl = max(CLAIM_TTL, settings.SANDBOX_START_TIMEOUT + RENEWAL_INTERVAL)
-    return Claim(rows, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)
+    return StartClaim(sandbox, deadline=sandbox.deadline_at, clock=clock, ttl=ttl)
 
 
 def _build_complete_spec(sandbox: Sandbox, provider: Provider, *, now: datetime) -> SandboxSpec:

@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime, timedelta
+from functools import partial
 
 import structlog
 from django.core.exceptions import ImproperlyConfigured
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from sandboxes import eviction, providers
 from sandboxes.db.clock import Clock, clock_from
+from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.hosts import registry
 from sandboxes.models import ALIVE_STATES, Host, Sandbox
 from sandboxes.pool import lifetimes
@@ -36,22 +38,23 @@ def watch_ends(*, now: datetime, monotonic: Callable[[], float] = time.monotonic
             if not providers.get_provider(name).watches_ends:
                 continue
             host = registry.get_local_host(name, now=now)
-            claimed_until = now + CLAIM_TIME
-            if not _claim(host, until=claimed_until, now=now):
+            claimed = Host.objects.filter(pk=host.pk, watched_until=now + CLAIM_TIME)
+            if not _claim(host, claimed, now=now):
                 result.note("watched already")
                 continue
             try:
                 _watch(name, result, clock=clock, deadline=monotonic() + WATCH_TIME.total_seconds(), monotonic=monotonic)
             finally:
-                Host.objects.filter(pk=host.pk, watched_until=claimed_until).update(watched_until=None)
+                claimed.update(watched_until=None)
         except (ProviderError, ImproperlyConfigured) as failed:
             result.failures.append(f"{name}: {failed}")
     return result
 
 
-def _claim(host: Host, *, until: datetime, now: datetime) -> bool:
+def _claim(host: Host, claimed: QuerySet[Host], *, now: datetime) -> bool:
     free = Q(watched_until__isnull=True) | Q(watched_until__lte=now)
-    return bool(Host.objects.filter(free, pk=host.pk).update(watched_until=until))
+    with end_if_unanswered(partial(claimed.update, watched_until=None), f"watch of {host}"):
+        return bool(Host.objects.filter(free, pk=host.pk).update(watched_until=now + CLAIM_TIME))
 
 
 def _watch(name: str, result: SweepResult, *, clock: Clock, deadline: float, monotonic: Callable[[], float]) -> None:

@@ -11,11 +11,11 @@
 5. `release_due` takes rows whose claim has ended, for another attempt, or records the failure after MAX_ATTEMPTS."""
 
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import structlog
 from django.conf import settings
@@ -107,19 +107,34 @@ def request(
         "base": specification.base, "commands": [*specification.commands], "dockerfile": specification.dockerfile,
     }  # fmt: skip
     waiting = {"state": TemplateState.BUILDING, "deadline_at": now + QUEUE_GRACE, "requested_by": actor}
-    template, is_new = ImageTemplate.objects.get_or_create(
-        host=host, name=name, version=specification.compute_version(), defaults={**content, **waiting, "created_at": now}
-    )
-    if is_new:
-        return template, True
+    version = specification.compute_version()
+    with _end_wait_if_unanswered(ImageTemplate.objects.filter(host=host, name=name, version=version), now=now):
+        template, is_new = ImageTemplate.objects.get_or_create(
+            host=host, name=name, version=version, defaults={**content, **waiting, "created_at": now}
+        )
+        if is_new:
+            return template, True
+        is_waiting = _begin_again(template, waiting, rebuild=rebuild, now=now)
+    template.refresh_from_db()
+    return template, is_waiting
+
+
+@contextmanager
+def _end_wait_if_unanswered(rows: QuerySet[ImageTemplate], *, now: datetime) -> Iterator[None]:
+    """Let the body queue a build. After a connection error the next sweep queues the build, without waiting for QUEUE_GRACE."""
+    waiting = rows.filter(state=TemplateState.BUILDING, claim__isnull=True, deadline_at=now + QUEUE_GRACE)
+    with end_if_unanswered(partial(waiting.update, deadline_at=now), "queued build"):
+        yield
+
+
+def _begin_again(template: ImageTemplate, waiting: Mapping[str, Any], *, rebuild: bool, now: datetime) -> bool:
     ended = [TemplateState.FAILED, TemplateState.READY] if rebuild else [TemplateState.FAILED]
     idle = ImageTemplate.objects.filter(_build_idle_filter(now), pk=template.pk, state__in=ended)
     begun = idle.update(
         **waiting, failure="", error="", log="", attempts=0, claim=None, claimed_by="", started_at=None, finished_at=None,
         build_number=F("build_number") + 1,
     )  # fmt: skip
-    template.refresh_from_db()
-    return template, bool(begun)
+    return bool(begun)
 
 
 def build(pk: uuid.UUID, *, now: datetime, on_output: OnOutput | None = None) -> bool:
@@ -164,7 +179,10 @@ def release_due(*, now: datetime, limit: int = 50) -> tuple[SweepResult, list[Im
         if template.attempts >= MAX_ATTEMPTS:
             message = template.error or "The process that built the image ended."
             result.note("template builds failed", _record_failure(due, TemplateFailure.ABANDONED, message, now=now))
-        elif due.update(claim=None, claimed_by="", deadline_at=now + QUEUE_GRACE):
+            continue
+        with _end_wait_if_unanswered(ImageTemplate.objects.filter(pk=template.pk), now=now):
+            is_released = due.update(claim=None, claimed_by="", deadline_at=now + QUEUE_GRACE)
+        if is_released:
             released.append(template)
             result.note("template builds queued again")
     return result, released

@@ -302,10 +302,12 @@ def send_test_event(webhook: Webhook, *, now: datetime, actor: str = "") -> Deli
     current = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk).first()  # the secret may have been rotated meanwhile
     if current is None:
         raise WebhookTestFailed("The webhook was removed.")
-    with transaction.atomic(durable=True):
+    token = uuid.uuid4()
+    end = partial(Delivery.objects.filter(webhook=current, claim=token).update, claim=None, due_at=None, given_up_at=now)
+    with end_if_unanswered(end, current), transaction.atomic(durable=True):
         event = Event.objects.create(kind=EventType.TEST, key=uuid.uuid4().hex, payload={"webhook_id": str(webhook.pk)}, at=now)
         delivery = Delivery.objects.create(
-            event=event, webhook=current, asked_at=now, due_at=now + CLAIM_TIMEOUT, claim=uuid.uuid4(), tries=1
+            event=event, webhook=current, asked_at=now, due_at=now + CLAIM_TIMEOUT, claim=token, tries=1
         )
     log.info("webhook tested", webhook=str(webhook.pk), actor=actor)
     result = send_once(delivery, now=now)

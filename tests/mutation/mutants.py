@@ -405,7 +405,7 @@ MUTANTS = (
     Mutant(
         name="sweeps-watch-ends-its-successors-claim",
         path=END_WATCH,
-        before="filter(pk=host.pk, watched_until=claimed_until)",
+        before="filter(pk=host.pk, watched_until=now + CLAIM_TIME)",
         after="filter(pk=host.pk)",
         tests=[f"{TEST_HOSTS}::test_a_watch_that_outlasted_its_claim_does_not_end_that_of_its_successor"],
     ),

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError
-from django.db.models import Model
 
 from billing import metering
 from billing.models import UsageRecord
 from leases import leasing, sweeps
 from leases.models import EnvironmentType, Lease
-from sandboxes import claims, eviction
+from sandboxes import claims
 from sandboxes.db.connection_errors import RetriesExhausted
 from sandboxes.errors import SandboxBusy, SandboxError
-from sandboxes.models import Attachment, Pool, Run, Sandbox
+from sandboxes.models import Pool, Run, Sandbox
 from sandboxes.pool import allocation
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.providers.memory.programs import ProgramCall, ProgramResult
@@ -28,7 +27,7 @@ from sandboxes.state import data_sync
 from sandboxes.sweeps import passes
 from tests.conftest import MINUTE, NOW
 from tests.support.leases import assert_converged, get_sandbox, read, run, write
-from tests.support.outages import LostAnswer, Outage, Weather, any_outage, any_outage_of_server_too, injected
+from tests.support.outages import Outage, Weather, any_outage, any_outage_of_server_too, injected
 
 pytestmark = pytest.mark.django_db(transaction=True)
 WEATHER = (OperationalError, RetriesExhausted, SandboxError)
@@ -99,64 +98,6 @@ def sweep(now: datetime) -> None:
 def release(lease: Lease) -> None:
     leasing.release(lease.pk, now=NOW)
     sweeps.reclaim(now=NOW)
-
-
-def begin_sleep(sandboxes: Sandboxes) -> Callable[..., object]:
-    return partial(eviction.evict, get_sandbox(sandboxes.write("e")).pk)
-
-
-def begin_idle_sweep(sandboxes: Sandboxes) -> Callable[..., object]:
-    sandboxes.write("e")
-    return passes.evict_idle
-
-
-def begin_suspension(sandboxes: Sandboxes) -> Callable[..., object]:
-    EnvironmentType.objects.update(suspend_after=MINUTE)
-    sandboxes.write("e")
-    return passes.suspend_waiting
-
-
-def begin_destroy(sandboxes: Sandboxes) -> Callable[..., object]:
-    leasing.release(sandboxes.write("e").pk, now=NOW)
-    return sweeps.reclaim
-
-
-def begin_pull(sandboxes: Sandboxes) -> Callable[..., object]:
-    run(sandboxes.start("first"), "sh", "-c", "echo shared >/data/f")
-    return partial(run, sandboxes.start("second"), "cat", "/data/f")
-
-
-# Each arranges the sandboxes, and returns the work that makes a claim at IDLE.
-WORK: dict[str, Callable[[Sandboxes], Callable[..., object]]] = {
-    "start": lambda sandboxes: partial(run, sandboxes.start("e")),
-    "wake": lambda sandboxes: partial(read, sandboxes.sleep("e")),
-    "sleep": begin_sleep,
-    "idle sweep": begin_idle_sweep,
-    "suspension": begin_suspension,
-    "destroy": begin_destroy,
-    "pull": begin_pull,
-}
-
-
-def is_claimed(model: type[Model], column: str) -> bool:
-    """Return whether any row is claimed for longer than until now."""
-    return model._base_manager.filter(**{f"{column}__gt": IDLE + timedelta(seconds=5)}).exists()
-
-
-@pytest.mark.parametrize("work", WORK)
-def test_claim_whose_answer_is_lost_ends_with_the_outage(sandboxes: Sandboxes, work: str) -> None:
-    """Not at its deadline: the worker does not know whether it has made the claim."""
-    act = WORK[work](sandboxes)
-    claimed = partial(is_claimed, Attachment, "pull_until") if work == "pull" else partial(is_claimed, Sandbox, "deadline_at")
-    with injected(LostAnswer(claimed)) as outage:
-        with suppress(*WEATHER):
-            act(now=IDLE)
-        assert outage.has_begun
-    claims.HEARTBEAT.beat()
-    assert not claimed()
-    sweep(IDLE + MINUTE)
-    act(now=IDLE + MINUTE)
-    assert_converged(sandboxes.pool, sandboxes.memory)
 
 
 @any_outage_of_server_too

@@ -30,7 +30,6 @@ from sandboxes import deferred_writes
 from sandboxes.claims import Claim, hold
 from sandboxes.db import dialect
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.errors import OutcomeUnknown, ResultPending, RunExists
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Run, RunOutcome
@@ -109,7 +108,11 @@ def execute_once(
     clock = clock_from(now)
     fingerprint = hashlib.sha256(f"{request.method} {request.get_full_path()}\n".encode() + body).hexdigest()
     run_id = chosen.run_id if chosen else None
-    row, claimed = _claim_key(holder, key, fingerprint, run_id, now=now, until=now + max_duration, repeatable=repeatable)
+    own_claim = IdempotentRequest.objects.filter(
+        key_holder=holder, key=key, claimed_by=settings.INSTANCE, started_at=now, status_code=None
+    )
+    with deferred_writes.end_if_unanswered(own_claim.delete, "idempotency key"):
+        row, claimed = _claim_key(holder, key, fingerprint, run_id, now=now, until=now + max_duration, repeatable=repeatable)
     own_runs = chosen.own_runs if chosen else Run.objects.all()
     own_run = own_runs.filter(pk=_derive_run_id(holder, row))
     if not claimed:
@@ -181,10 +184,6 @@ def _claim_key(
                     key_holder=holder, key=key, fingerprint=fingerprint, run_id=run_id, **columns
                 )
             return created, True
-        except CONNECTION_ERRORS:  # the transaction may have been committed
-            own = IdempotentRequest.objects.filter(key_holder=holder, key=key, claimed_by=settings.INSTANCE, started_at=now)
-            deferred_writes.DEFERRED.add(own.filter(status_code=None).delete, "idempotency key not freed")
-            raise
         except IntegrityError as error:
             dialect.raise_unless_unique(error)
             same = Q(key_holder=holder, key=key)

@@ -87,7 +87,7 @@ def create_membership() -> Membership:
 
 
 @dataclass(frozen=True)
-class Page:
+class EditedPage:
     """Row of a page, the input of an operator in its open form, and the concurrent change of another column."""
 
     create: Callable[[], Model]
@@ -95,24 +95,24 @@ class Page:
     edit: dict[str, str] = field(default_factory=dict)  # empty if the page has no other field
 
 
-PAGES: dict[type[Model], Page] = {
-    Account: Page(create_account, {"title": "Laboratory"}),
-    Agent: Page(lambda: Agent.objects.create(did=ADA, name="Ada"), {"name": "Ada L."}),
-    AgentKey: Page(create_key, {"scopes": ["read"]}, {"name": "build"}),
-    Budget: Page(
+PAGES: dict[type[Model], EditedPage] = {
+    Account: EditedPage(create_account, {"title": "Laboratory"}),
+    Agent: EditedPage(lambda: Agent.objects.create(did=ADA, name="Ada"), {"name": "Ada L."}),
+    AgentKey: EditedPage(create_key, {"scopes": ["read"]}, {"name": "build"}),
+    Budget: EditedPage(
         lambda: create_budget(10, warn_percents=[50, 80], grace=timedelta(seconds=90), now=timezone.now()),
         {"amount": Decimal(20)}, {"grace": "30s"},
     ),
-    CatalogAgent: Page(create_catalog_agent, {"max_turns": 7}, {"title": "Coder 2"}),
-    EnvironmentType: Page(create_environment_type, {"ttl": timedelta(hours=2)}, {"max_ttl": "2d"}),
-    Host: Page(create_host, {"name": "rack-2"}),
-    Membership: Page(create_membership, {"since": date(2026, 12, 24)}),
-    Policy: Page(create_policy, {"relay": True}, {"calls_per_minute": "7"}),
-    Pool: Page(create_pool, {"max_starting": 3}, {"warm_target": "1"}),
-    Quota: Page(lambda: Quota.objects.create(pool=create_pool(), agent_did=ADA), {"most": 5}, {"guaranteed": "2"}),
-    Rate: Page(lambda: create_rate("time", "0.0310", "2099-01-01", "docker"), {"usd": Decimal(7)}, {"source": "invoice"}),
-    Repository: Page(create_repository, {"base_branch": "trunk"}, {"depth": "9"}),
-    Webhook: Page(create_webhook, {"kinds": []}, {"description": "Ours"}),
+    CatalogAgent: EditedPage(create_catalog_agent, {"max_turns": 7}, {"title": "Coder 2"}),
+    EnvironmentType: EditedPage(create_environment_type, {"ttl": timedelta(hours=2)}, {"max_ttl": "2d"}),
+    Host: EditedPage(create_host, {"name": "rack-2"}),
+    Membership: EditedPage(create_membership, {"since": date(2026, 12, 24)}),
+    Policy: EditedPage(create_policy, {"relay": True}, {"calls_per_minute": "7"}),
+    Pool: EditedPage(create_pool, {"max_starting": 3}, {"warm_target": "1"}),
+    Quota: EditedPage(lambda: Quota.objects.create(pool=create_pool(), agent_did=ADA), {"most": 5}, {"guaranteed": "2"}),
+    Rate: EditedPage(lambda: create_rate("time", "0.0310", "2099-01-01", "docker"), {"usd": Decimal(7)}, {"source": "invoice"}),
+    Repository: EditedPage(create_repository, {"base_branch": "trunk"}, {"depth": "9"}),
+    Webhook: EditedPage(create_webhook, {"kinds": []}, {"description": "Ours"}),
 }  # fmt: skip
 ALL_PAGES = pytest.mark.parametrize("model", PAGES, ids=lambda model: model.__name__)
 

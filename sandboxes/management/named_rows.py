@@ -104,7 +104,7 @@ class NamedRowCommand(BaseCommand):
         if not changes and not row._state.adding:
             raise CommandError("State at least one setting to change; see --help.")
         self.prepare(row, changes)
-        before = {name: getattr(row, name) for name in changes}
+        before = {} if row._state.adding else {name: getattr(row, name) for name in changes}
         validate_row(row, changes)
         if not options["dry_run"]:
             self._save_and_record(row, before, changes, now=database_time.now())

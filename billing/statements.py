@@ -38,6 +38,7 @@ from billing.statement_lines import (
     sum_derived_costs,
 )
 from billing.uncertainty import Uncertainty
+from sandboxes import audit
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import DataSize, LlmCall, Reading, Run, Sandbox, Snapshot, Transition
@@ -72,6 +73,7 @@ def close_month(account: Account, month: date, *, now: datetime, actor: str) -> 
         for line in lines:
             line.statement = statement
         StatementLine.objects.bulk_create(lines, batch_size=SQL_BATCH_SIZE)
+        audit.record_change(statement, "Close month", f"total {audit.format_value(statement.total)} USD", actor=actor, now=now)
         checkpoint("closed", statement)
     return statement, True
 

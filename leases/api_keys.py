@@ -20,11 +20,13 @@ from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
 from leases.models import DID_DESCRIPTION, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
 from leases.projects import registry
 from leases.resource_limits import check_limits
+from sandboxes import audit
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_timestamp
 
 log = structlog.get_logger(__name__)
 
+AUDITED_COLUMNS = ("dids", "operator", "scopes", "allowed_environment_types", "allowed_pools", "expires_at", "project")
 KEY_PATTERN = r"lh_([0-9a-f]{8})_[A-Za-z0-9_-]{43}"
 ACTIVE_KEY_SQL = "leases_agentkey.prefix = %s AND leases_agentkey.revoked_at IS NULL"
 ROTATION_OVERLAP = timedelta(hours=24)
@@ -44,6 +46,7 @@ def issue_key(
     expires_at: datetime | None = None,
     project: str = "",
     now: datetime,
+    actor: str = "",
 ) -> tuple[AgentKey, str]:
     """Create a key and return its row and its plain text, which is not stored. Agents that are not known yet are created.
 
@@ -89,6 +92,7 @@ def issue_key(
             created_at=now,
             **(limits or {}),
         )
+        audit.record_change(row, "Create API key", audit.describe_values(row, AUDITED_COLUMNS), actor=actor, now=now)
     return row, key
 
 
@@ -168,10 +172,13 @@ def rotate_key(pk: int, *, overlap: timedelta = ROTATION_OVERLAP, now: datetime,
     current = Q(pk=pk, digest=row.digest, revoked_at__isnull=True) & (Q(expires_at__isnull=True) | Q(expires_at__gt=now))
     if overlap:
         current &= Q(previous_valid_until__isnull=True) | Q(previous_valid_until__lte=now)
-    rotated = AgentKey.objects.filter(current).update(
-        digest=hash_key(key), previous_digest=F("digest"), previous_valid_until=now + overlap, rotated_at=now,
-        first_digest=Case(When(first_digest="", then=F("digest")), default=F("first_digest")),
-    )  # fmt: skip
+    with transaction.atomic():
+        rotated = AgentKey.objects.filter(current).update(
+            digest=hash_key(key), previous_digest=F("digest"), previous_valid_until=now + overlap, rotated_at=now,
+            first_digest=Case(When(first_digest="", then=F("digest")), default=F("first_digest")),
+        )  # fmt: skip
+        if rotated:
+            audit.record_change(row, "Rotate API key", f"overlap {audit.format_value(overlap)}", actor=actor, now=now)
     if not rotated:
         row.refresh_from_db()
         raise Conflict(_explain_refused_rotation(row, now))
@@ -204,9 +211,13 @@ def _build_take_token() -> str:
     )
 
 
-def revoke_key(pk: int, *, now: datetime) -> bool:
+def revoke_key(row: AgentKey, *, now: datetime, actor: str = "") -> bool:
     """Revoke a key. Return False if it was revoked before."""
-    return bool(AgentKey.objects.filter(pk=pk, revoked_at__isnull=True).update(revoked_at=now))
+    with transaction.atomic():
+        revoked = bool(AgentKey.objects.filter(pk=row.pk, revoked_at__isnull=True).update(revoked_at=now))
+        if revoked:
+            audit.record_change(row, "Revoke API key", actor=actor, now=now)
+    return revoked
 
 
 def consume_rate_limit_token(key: AgentKey, *, per_minute: int, now: datetime) -> None:

@@ -1,11 +1,14 @@
 """Limits of the resources that a request may state: of an API key, an environment type or a pool."""
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from django.core.exceptions import ValidationError
+from django.db import transaction
 
 from leases.errors import InvalidRequest
+from sandboxes import audit
 from sandboxes.formatting import pluralize
 from sandboxes.models.resource_limits import ResourceLimits
 
@@ -23,11 +26,14 @@ def check_limits(row: ResourceLimits, changes: Mapping[str, Any]) -> None:
         raise InvalidRequest(name, " ".join(messages)) from None
 
 
-def set_limits(row: ResourceLimits, changes: Mapping[str, Any]) -> None:
+def set_limits(row: ResourceLimits, changes: Mapping[str, Any], *, actor: str, now: datetime) -> None:
     """Change limits of a row, by the names of their columns. Raise InvalidRequest. Existing leases keep their resources."""
+    before = {name: getattr(row, name) for name in changes}
     check_limits(row, changes)
     if changes:
-        row.save(update_fields=[*changes])
+        with transaction.atomic():
+            row.save(update_fields=[*changes])
+            audit.record_change(row, "Set limits", audit.describe_changes(before, row), actor=actor, now=now)
 
 
 def describe_limits(row: ResourceLimits) -> list[str]:

@@ -22,7 +22,7 @@ from leases.errors import InvalidRequest, StopIncomplete
 from leases.models import Agent, Lease, LeaseStatus
 from leases.queue import queue, running
 from leases.queue.models import QueuedRun
-from sandboxes import processes
+from sandboxes import audit, processes
 from sandboxes.db.clock import clock_from
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.errors import SandboxError
@@ -138,6 +138,17 @@ def require_scope(scope: Scope) -> None:
         lifecycle.find(scope.environment_id)
 
 
+def record(scope: Scope, *, end_leases: bool, actor: str, now: datetime) -> None:
+    """Record that an operator stops a scope. A stop has no transaction of its own: call this function before."""
+    detail = "ends leases" if end_leases else "keeps leases"
+    if scope.agent_did:
+        audit.record_change(Agent.objects.get(did=scope.agent_did), "Stop all work", detail, actor=actor, now=now)
+    elif scope.environment_id:
+        audit.record_change(lifecycle.find(scope.environment_id), "Stop all work", detail, actor=actor, now=now)
+    else:
+        audit.record_installation_change("Stop all work", detail, actor=actor, now=now)
+
+
 def stop(scope: Scope, *, end_leases: bool = False, now: datetime, actor: str = "", detail: str = "") -> StopResult:
     """Stop the work of a scope. Idempotent: a repetition continues where a call died, and tries failures again.
 
@@ -147,6 +158,7 @@ def stop(scope: Scope, *, end_leases: bool = False, now: datetime, actor: str = 
     4. Kill the open commands and turns, those of these runs included. The waiting callers get their results.
     5. Kill the background processes of the leases that are active, and forbid their restarts."""
     result, clock = StopResult(), clock_from(now)
+    record(scope, end_leases=end_leases, actor=actor, now=now)
 
     def end_lease(lease: Lease) -> None:
         with transaction.atomic():

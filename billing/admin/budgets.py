@@ -117,9 +117,6 @@ class BudgetForm(forms.ModelForm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for field in self.fields.values():
-            # The form posts the values that it showed: changed fields differ from those, not from a row that is newer.
-            field.show_hidden_initial = self.instance.pk is not None
         if "scope" in self.fields:  # absent on read-only pages
             scope: Any = self.fields["scope"]
             scope.choices = [(value, capfirst(label)) for value, label in scope.choices]

@@ -1,7 +1,7 @@
 """Updates of budgets: spending, threshold marks and events, and changes by operators."""
 
 from collections.abc import Iterable, Mapping
-from datetime import date, datetime, timedelta
+from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -158,7 +158,7 @@ def change_budget(pk: int, changes: Mapping[str, Any], *, actor: str = "", now: 
             setattr(budget, field, value)
         budget.full_clean()
         _write_changes(budget, changes)
-        if detail := _describe_changes(before, budget):
+        if detail := audit.describe_changes(before, budget):
             _record("Change budget", budget, detail, actor=actor, now=now)
         checkpoint("budget changed", budget)
     refresh(budget, now=now)
@@ -171,22 +171,6 @@ def _write_changes(budget: Budget, fields: Iterable[str]) -> None:
     changed = Budget.objects.filter(pk=budget.pk).exclude(**unchanged)
     changed.update(exhausted_for=None, exhausted_at=None, calls_metered_mark=None)
     budget.save(update_fields=fields)
-
-
-def _describe_changes(before: Mapping[str, Any], budget: Budget) -> str:
-    """Return the fields with other values than before: "amount 10 → 20, hard yes → no"."""
-    values = ((field, value, getattr(budget, field)) for field, value in before.items())
-    return ", ".join(f"{name} {_format_value(old)} → {_format_value(new)}" for name, old, new in values if old != new)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, timedelta):
-        return f"{value.total_seconds():g}s"
-    if isinstance(value, list):
-        return f"[{', '.join(map(str, value))}]"
-    return format_decimal(value) if isinstance(value, Decimal) else str(value)
 
 
 def _record(action: str, budget: Budget, detail: str, *, actor: str, now: datetime) -> None:

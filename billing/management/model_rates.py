@@ -12,12 +12,15 @@ from django.core.management.base import CommandError
 from billing import horizon
 from billing.management.options import format_table
 from billing.pricing import format_decimal
+from sandboxes import audit
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.egress.model_pricing import find_candidate_names, load_rates
 from sandboxes.egress.prices import changes, files
+from sandboxes.egress.prices.additions import add_rates
 from sandboxes.egress.repricing import RepricedModel, reprice_calls
 from sandboxes.models import TokenKind, TokenRate
-from sandboxes.models.token_rates import MILLION, find_present, find_superseded, get_unit, save_rates
+from sandboxes.models.token_rates import MILLION, find_present, find_superseded, get_unit
 
 PUBLIC_PRICES = "public"
 PUBLIC_PRICE_FILE = Path(files.__file__).with_name("public.toml")
@@ -56,6 +59,10 @@ def reprice(since: datetime, options: Mapping[str, Any], *, now: datetime) -> li
     final = horizon.get_horizon()
     if since < final:
         raise CommandError(f"--from: Usage before {final:%Y-%m-%d %H:%M} UTC is final.")
+    if options["apply"]:
+        of_model = f", model {options['model']}" if options["model"] else ""
+        detail = f"calls from {since:%Y-%m-%d %H:%M} UTC{of_model}{', stated prices too' if options['stated'] else ''}"
+        audit.record_installation_change("Price calls again", detail, actor=COMMAND_LINE, now=now)
     result = reprice_calls(since, now=now, model=options["model"], stated=options["stated"], apply=options["apply"])
     rows = [_format_repriced(name, totals) for name, totals in sorted(result.models.items())]
     rows.append(_format_repriced("total", result.total))
@@ -96,7 +103,7 @@ def add_model_rates(options: Mapping[str, Any], valid_from: datetime, parse: Any
     rates = build_model_rates(options, valid_from, parse)
     present = find_present(rates)
     try:
-        save_rates(rates)
+        add_rates(rates, actor=COMMAND_LINE, now=database_time.now())
     except ValidationError as error:
         raise CommandError(_describe_error(error)) from None
     lines = [f"added: {describe_rate(rate)}, from {valid_from:%Y-%m-%d %H:%M} UTC" for rate in rates]
@@ -151,7 +158,10 @@ def import_prices(options: Mapping[str, Any], valid_from: datetime) -> list[str]
     if found.problems and not options["skip_invalid"]:
         raise CommandError("\n".join([*lines, f"{counts}. Nothing was changed: correct the file, or add --skip-invalid."]))
     try:
-        added = changes.apply_changes(compared, found, valid_from=valid_from, note=f"imported from {path.name}")
+        added = changes.apply_changes(
+            compared, found, valid_from=valid_from, note=f"imported from {path.name}", actor=COMMAND_LINE,
+            now=database_time.now(),
+        )  # fmt: skip
     except ValidationError as error:
         raise CommandError(_describe_error(error)) from None
     return [*lines, f"{counts}. {added} rates added, from {valid_from:%Y-%m-%d %H:%M} UTC."]

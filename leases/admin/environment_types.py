@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from django import forms
 from django.contrib import admin
 from django.db.models import Model
 from django.http import HttpRequest
@@ -14,6 +15,7 @@ from leases.models import AlternativePool, EnvironmentType, LeaseStatus
 from leases.placement import list_pools
 from leases.resource_limits import describe_limits
 from sandboxes.admin.base.changelist import ListTab
+from sandboxes.admin.base.fields import DurationOrZeroField
 from sandboxes.admin.base.formatting import (
     SummaryField,
     build_changelist_url,
@@ -27,10 +29,20 @@ from sandboxes.models import PackVersion
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
 
+class AlternativePoolForm(forms.ModelForm):
+    """Row of the list of pools. The page posts the values that it showed, so that an unchanged row is not written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for field in self.fields.values():
+            field.show_hidden_initial = self.instance.pk is not None
+
+
 class AlternativePoolInline(TabularInline):
     """Further pools of an environment type. The permission to change the type includes its list."""
 
     model = AlternativePool
+    form = AlternativePoolForm
     fields = ["position", "pool"]
     extra = 1
     verbose_name, verbose_name_plural = "alternative pool", "Alternative pools, tried in order after the pool above"
@@ -104,6 +116,11 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
 
     def get_readonly_fields(self, request: HttpRequest, obj: EnvironmentType | None = None) -> list[str]:
         return ["name"] if obj else []  # leases refer to an environment type by name
+
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        if db_field.name in ("auto_stop", "auto_delete"):
+            kwargs["form_class"] = DurationOrZeroField
+        return super().formfield_for_dbfield(db_field, request, **kwargs)
 
     @display(description="Lease limits")
     def lifetime_limits(self, row: EnvironmentType) -> SafeString:

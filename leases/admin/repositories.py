@@ -77,6 +77,7 @@ def get_server(url: str) -> str:
 class RepositoryForm(forms.ModelForm):
     """Settings of a repository, validated as repositories.save does."""
 
+    secret_columns = {"token": "sealed_token", "remove_token": "sealed_token"}
     token = forms.CharField(
         required=False, max_length=MAX_TOKEN_CHARS, label="Access token",
         widget=UnfoldAdminPasswordWidget({"autocomplete": "new-password"}),

@@ -3,6 +3,7 @@
 from typing import Any
 from uuid import UUID
 
+from django.db import transaction
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
@@ -18,6 +19,7 @@ from leases.api.base.views import ApiRequest, ApiView
 from leases.errors import Conflict
 from leases.models import Agent
 from leases.projects import registry
+from sandboxes import audit
 from sandboxes.db.clock import format_timestamp
 
 
@@ -70,7 +72,10 @@ class AgentListView(ApiView):
         def act(run_id: UUID) -> StatusAndBody:
             project = registry.find(data.get("project") or "")
             defaults = {"name": data["name"], "project": project, "created_at": self.now}
-            agent, is_new = Agent.objects.select_related("project").get_or_create(did=data["did"], defaults=defaults)
+            with transaction.atomic():
+                agent, is_new = Agent.objects.select_related("project").get_or_create(did=data["did"], defaults=defaults)
+                if is_new:
+                    audit.record(agent, "Create agent", f"project {project}", actor=self.actor, now=self.now)
             if "project" in data and agent.project_id != project.pk:
                 raise Conflict("The agent belongs to another project.", field="project")
             return 201 if is_new else 200, serialize_agent(agent)

@@ -25,8 +25,9 @@ from leases.errors import InvalidRequest
 from leases.models import KeyScope
 from sandboxes.db.clock import format_timestamp
 from sandboxes.egress.model_pricing import MAX_NAME_LENGTH, find_candidate_names, load_rates
+from sandboxes.egress.prices.additions import add_rates
 from sandboxes.models import TokenKind, TokenRate
-from sandboxes.models.token_rates import MILLION, find_present, find_superseded, get_unit, save_rates
+from sandboxes.models.token_rates import MILLION, find_present, find_superseded, get_unit
 
 log = structlog.get_logger(__name__)
 PRICE_DIGITS = 15
@@ -139,7 +140,7 @@ class ModelRateListView(ApiView):
             present = find_present(stated)
             new = [rate for rate in stated if not _has_price(present.get(rate.key), rate)]
             try:
-                save_rates(new)
+                add_rates(new, actor=self.actor, now=self.now)
             except InvalidRate as error:
                 raise _build_refusal(error) from None
         if new:

@@ -1,13 +1,14 @@
 """Repositories and their credentials: add, open for Git and for the forge, encrypt again."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 import structlog
 from django.core.exceptions import ValidationError
+from django.db import transaction
 
 from leases.coding.forges import Forge, forge_of
 from leases.coding.git import Git, InvalidCloneUrl, get_protocol, open_git
@@ -15,6 +16,7 @@ from leases.coding.models import ForgeKind, Repository
 from leases.errors import Conflict, InvalidRequest, RepositoryNotFound, RepositoryUnavailable
 from leases.projects import registry
 from leases.service_urls import InvalidServiceUrl, check_service_url
+from sandboxes import audit
 from sandboxes.db import encryption
 
 PROJECT_PATTERN = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
@@ -36,15 +38,18 @@ def save(
     the stored one.
 
     Raise InvalidRequest that names the field, and Conflict for another project than that of its tasks."""
+    stored = Repository.objects.filter(name=name).first()
     row, is_new = build(name, project=project, now=now, **fields)
     changed = [field for field, value in {**fields, "project": project}.items() if value is not None]
     if token is not None:
         row.sealed_token = encryption.encrypt(token.encode(), row=_encryption_context(row)) if token else None
         changed.append("sealed_token")
-    if is_new:
-        row.save(force_insert=True)
-    else:
-        row.save(update_fields=changed)
+    with transaction.atomic():
+        if is_new:
+            row.save(force_insert=True)
+        else:
+            row.save(update_fields=changed)
+        _record(stored, row, changed, actor=actor, now=now)
     log.info("repository saved", repository=name, is_new=is_new, actor=actor)
     return row, is_new
 
@@ -64,6 +69,19 @@ def build(name: str, *, project: str | None = None, now: datetime, **fields: Any
         _set_project(row, project)
     _validate(row)
     return row, is_new
+
+
+def _record(stored: Repository | None, row: Repository, changed: Sequence[str], *, actor: str, now: datetime) -> None:
+    """Record the new and the former columns, and of the token only that there is another one."""
+    columns = [name for name in changed if name != "sealed_token"]
+    if stored is None:
+        detail = audit.describe_values(row, columns)
+    else:
+        detail = audit.describe_changes({name: getattr(stored, name) for name in columns}, row)
+    token = "" if "sealed_token" not in changed else "access token set" if row.sealed_token else "access token removed"
+    action = "Add repository" if stored is None else "Change repository"
+    if text := ", ".join(filter(None, [detail, token])):
+        audit.record_change(row, action, text, actor=actor, now=now)
 
 
 def set_enabled(name: str, enabled: bool, *, actor: str = "") -> bool:

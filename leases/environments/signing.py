@@ -12,6 +12,7 @@ from django.db.models import Q, QuerySet
 from leases.environments import lifecycle
 from leases.environments.models import EnvironmentSecret
 from leases.errors import InvalidSignature
+from sandboxes import audit
 from sandboxes.db import encryption
 from sandboxes.webhooks import signatures
 from sandboxes.webhooks.signatures import ROTATION_OVERLAP
@@ -37,6 +38,8 @@ def add_secret(
         EnvironmentSecret.objects.filter(longer, environment=environment).update(valid_until=until)
         row.save(force_insert=True)
         EnvironmentSecret.objects.filter(environment=environment, valid_until__lte=now).delete()
+        detail = "earlier secrets are revoked" if revoke_previous else ""
+        audit.record_change(environment, "Add secret", detail, actor=actor, now=now)
     log.info("environment secret added", environment=environment_id, secret=str(row.pk), actor=actor)
     return row, text
 

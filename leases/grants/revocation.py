@@ -31,7 +31,7 @@ def revoke(key: AgentKey, *, end_leases: bool, now: datetime, actor: str = "", r
     """Revoke a key and, if requested, end its leases. The next sweep stores their last state and destroys their sandboxes.
 
     A request that was authenticated before may still be granted a lease, so a call for a revoked key ends leases as well."""
-    revoked = api_keys.revoke_key(key.pk, now=now)
+    revoked = api_keys.revoke_key(key, now=now, actor=actor)
     if not end_leases:
         return Revocation(revoked)
     detail = f"API key {key.prefix} revoked: {reason}" if reason else f"API key {key.prefix} revoked"

@@ -22,7 +22,7 @@ class OperatorActionAdmin(ReadOnlyModelAdmin):
     list_tabs = {
         "all": ListTab(
             "All",
-            "No operator actions yet. Changes of budgets by API keys and commands appear here, those of the console in the "
+            "No operator actions yet. Changes by operators' API keys and commands appear here, those of the console in the "
             "history of the row.",
         )
     }

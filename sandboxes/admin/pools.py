@@ -228,11 +228,8 @@ class PoolAdmin(ConsoleModelAdmin):
         return ({"capacity": derived.places} if derived else {}) | super().get_changeform_initial_data(request)
 
     def save_model(self, request: HttpRequest, obj: Pool, form: Any, change: bool) -> None:
-        automatic, changed = obj.automatic_capacity, [*form.changed_data]
-        if change and form.cleaned_data["capacity"] == form.initial["capacity"]:
-            # changed_data compares a field with a callable default to a hidden input, which a client may omit
-            changed = [name for name in changed if name != "capacity"]
-        capacity.save_pool(obj, changed, now=database_time.now())
+        automatic = obj.automatic_capacity
+        capacity.save_pool(obj, form.changed_data, now=database_time.now())
         if change and automatic and not obj.automatic_capacity:
             form.changed_data.append("automatic_capacity")  # stated in the log entry
 

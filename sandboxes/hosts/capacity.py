@@ -74,7 +74,13 @@ def sum_capacity(provider_name: str, memory_mib: int, *, now: datetime) -> Deriv
 
 
 def save_pool(pool: Pool, changed: Collection[str], *, now: datetime) -> None:
-    """Save a validated pool, of an existing one only the `changed` columns, and derive the automatic capacities again.
+    """Store a pool, and derive the automatic capacities again."""
+    store_pool(pool, changed)
+    update_automatic_capacities(now=now)
+
+
+def store_pool(pool: Pool, changed: Collection[str]) -> None:
+    """Save a validated pool, of an existing one only the `changed` columns. Derive the automatic capacities afterwards.
 
     A changed capacity ends the automatic one, unless that is among the changes, too."""
     if pool._state.adding:
@@ -85,7 +91,6 @@ def save_pool(pool: Pool, changed: Collection[str], *, now: datetime) -> None:
             pool.automatic_capacity = False
             columns.add("automatic_capacity")
         pool.save(update_fields=columns)
-    update_automatic_capacities(now=now)
 
 
 def update_automatic_capacities(*, now: datetime) -> int:

@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import IntegrityError, transaction
 from django.db.models import F
 
-from sandboxes import providers
+from sandboxes import audit, providers
 from sandboxes.db import dialect
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import CapacityExhausted, SandboxNotAdoptable, SandboxNotHeld, StoreUnavailable
@@ -130,6 +130,7 @@ def _insert_row(
                 sandbox.pk, WARMING, DESTROYING, now=now, code=TransitionReason.ADOPTED, reason=text, actor=actor,
                 quarantined_at=now, claim=None, last_error="Adopted. Retry the destroy once its files are not needed.",
             )  # fmt: skip
+            audit.record_change(sandbox, "Adopt sandbox", reason, actor=actor, now=now)
             if recipient:
                 Quota.objects.filter(pool=pool, agent_did=recipient.agent_did).update(used=F("used") + 1)
             if not take_place(pool):

@@ -4,6 +4,7 @@ from datetime import datetime, timedelta
 
 import structlog
 
+from sandboxes import audit
 from sandboxes.errors import InstallationMismatch, SandboxNotListed
 from sandboxes.installation_marks import has_recorded_mismatch
 from sandboxes.inventory.ownership import find_ownerless, require_without_row
@@ -38,6 +39,8 @@ def destroy_ownerless(
         found.provider.destroy(found.listed.ref)
     except Missing:
         return False
+    detail = f"{provider_name} {name}: {reason}"
+    audit.record_installation_change("Destroy sandbox without owner", detail, actor=actor, now=now)
     log.warning(
         "sandbox without an owner destroyed", name=name, provider=provider_name, owner=found.listed.owner,
         created_at=found.listed.created_at.isoformat(), actor=actor, reason=reason,

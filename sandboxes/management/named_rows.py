@@ -3,11 +3,14 @@
 import json
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any, ClassVar
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import models
+from django.db import models, transaction
 
+from sandboxes import audit
+from sandboxes.db import database_time
 from sandboxes.management.base import report_errors
 from sandboxes.management.columns import (
     add_column_options,
@@ -62,8 +65,20 @@ class NamedRowCommand(BaseCommand):
         """Save a validated row; of an existing one only the changed columns, since counters may have changed."""
         row.save(update_fields=None if row._state.adding else [*changes])
 
+    def complete(self, now: datetime) -> None:
+        """Derive further values from a saved row, outside its transaction."""
+
     def describe(self, row: Any) -> dict[str, Any]:
         return {"name": row.name, **describe_columns(row, [*self.columns, *self.facts])}
+
+    def _save_and_record(self, row: Any, before: dict[str, Any], changes: Collection[str], *, now: datetime) -> None:
+        is_new, noun = row._state.adding, self.model._meta.verbose_name
+        with transaction.atomic():
+            self.save(row, changes)
+            detail = audit.describe_values(row, changes) if is_new else audit.describe_changes(before, row)
+            if is_new or detail:
+                audit.record(row, f"{'Add' if is_new else 'Change'} {noun}", detail, actor=audit.COMMAND_LINE, now=now)
+        self.complete(now)
 
     def _list(self, options: dict[str, Any]) -> None:
         rows = self.find_rows()
@@ -89,9 +104,10 @@ class NamedRowCommand(BaseCommand):
         if not changes and not row._state.adding:
             raise CommandError("State at least one setting to change; see --help.")
         self.prepare(row, changes)
+        before = {} if row._state.adding else {name: getattr(row, name) for name in changes}
         validate_row(row, changes)
         if not options["dry_run"]:
-            self.save(row, changes)
+            self._save_and_record(row, before, changes, now=database_time.now())
         settings = [f"{name}={format_value(value)}" for name, value in describe_columns(row, changes).items()]
         prefix = "would be " if options["dry_run"] else ""
         self.stdout.write(f"{row.name} {prefix}{outcome}{': ' if settings else ''}{', '.join(settings)}")

@@ -23,7 +23,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import F, Q, QuerySet
 
-from sandboxes import providers
+from sandboxes import audit, providers
 from sandboxes.claims import CLAIM_TTL, Claim, note_progress
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.deferred_writes import end_if_unanswered, hold_in_flight
@@ -188,7 +188,7 @@ def release_due(*, now: datetime, limit: int = 50) -> tuple[SweepResult, list[Im
     return result, released
 
 
-def remove(template: ImageTemplate, *, now: datetime) -> None:
+def remove(template: ImageTemplate, *, now: datetime, actor: str = "") -> None:
     """Remove a template and its image. Idempotent: an image that is gone already is success.
 
     Raise TemplateInUse if a pool names the image or a sandbox was started from it, TemplateBusy during a build, WrongHost."""
@@ -212,7 +212,9 @@ def remove(template: ImageTemplate, *, now: datetime) -> None:
         if isinstance(error, ImageInUse):
             raise TemplateInUse(str(error)) from error
         raise
-    claimed.delete()
+    with transaction.atomic():
+        audit.record_change(template, "Remove template", actor=actor, now=now)
+        claimed.delete()
 
 
 def _remove_images(template: ImageTemplate, provider: Provider) -> None:

@@ -9,12 +9,14 @@ import structlog
 from django.db import transaction
 from django.db.models import Count, Q
 
+from sandboxes import audit
 from sandboxes.db import encryption
 from sandboxes.models.webhooks import NOT_REMOVED, Delivery, Webhook
 from sandboxes.webhooks import signatures
 from sandboxes.webhooks.signatures import ROTATION_OVERLAP
 
 log = structlog.get_logger(__name__)
+AUDITED_COLUMNS = ("kinds", "internal", "description")
 MIN_WARNED_FAILURES = 3  # failed attempts in a row, about 15 seconds
 
 
@@ -45,7 +47,9 @@ def add_webhook(
     webhook.full_clean(exclude=["sealed"], validate_constraints=False)
     sealed, secret = _generate_secret(webhook.pk)
     webhook.sealed = sealed
-    webhook.save(force_insert=True)
+    with transaction.atomic():
+        webhook.save(force_insert=True)
+        audit.record_change(webhook, "Add webhook", audit.describe_values(webhook, AUDITED_COLUMNS), actor=actor, now=now)
     log.info("webhook added", webhook=str(webhook.pk), actor=actor)
     return webhook, secret
 
@@ -55,54 +59,62 @@ def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | 
 
     Return None if the webhook was removed, or if its secret was rotated since `webhook` was read."""
     sealed, secret = _generate_secret(webhook.pk)
-    rotated = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed).update(
-        sealed=sealed, sealed_before=webhook.sealed, before_until=now + ROTATION_OVERLAP
-    )
+    with transaction.atomic():
+        rotated = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, sealed=webhook.sealed).update(
+            sealed=sealed, sealed_before=webhook.sealed, before_until=now + ROTATION_OVERLAP
+        )
+        if rotated:
+            audit.record_change(webhook, "Rotate webhook secret", actor=actor, now=now)
     if rotated:
         log.info("webhook secret rotated", webhook=str(webhook.pk), actor=actor)
     return secret if rotated else None
 
 
-def pause_webhook(pk: UUID, *, actor: str = "") -> bool:
+def pause_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
     """Pause a webhook: later events create no delivery for it, and pending deliveries wait.
 
     Return False if the webhook was paused or removed before."""
-    paused = Webhook.objects.filter(NOT_REMOVED, pk=pk, active=True).update(active=False)
+    with transaction.atomic():
+        paused = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, active=True).update(active=False)
+        if paused:
+            audit.record_change(webhook, "Pause webhook", actor=actor, now=now)
     if paused:
-        log.info("webhook paused", webhook=str(pk), actor=actor)
+        log.info("webhook paused", webhook=str(webhook.pk), actor=actor)
     return bool(paused)
 
 
-def resume_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
+def resume_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
     """Resume a paused or disabled webhook, and make its pending deliveries due now.
 
     Return False if the webhook was active already, or was removed."""
     stopped = Q(active=False) | Q(disabled_at__isnull=False)
     with transaction.atomic():
-        resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=pk).update(
+        resumed = Webhook.objects.filter(NOT_REMOVED & stopped, pk=webhook.pk).update(
             active=True, disabled_at=None, failures=0, failing_since=None, retry_at=None
         )
         if resumed:
-            pending = Delivery.objects.filter(webhook=pk, due_at__isnull=False)
+            audit.record_change(webhook, "Resume webhook", actor=actor, now=now)
+            pending = Delivery.objects.filter(webhook=webhook, due_at__isnull=False)
             pending.update(asked_at=now)
             pending.filter(claim__isnull=True).update(due_at=now)
     if resumed:
-        log.info("webhook resumed", webhook=str(pk), actor=actor)
+        log.info("webhook resumed", webhook=str(webhook.pk), actor=actor)
     return bool(resumed)
 
 
-def remove_webhook(pk: UUID, *, now: datetime, actor: str = "") -> bool:
+def remove_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
     """Remove a webhook: delete its secret and abandon pending deliveries. Return False if the webhook was removed before.
 
     The rows of the webhook and its deliveries stay: a concurrent transaction may be inserting a delivery of this webhook."""
     with transaction.atomic():
-        removed = Webhook.objects.filter(NOT_REMOVED, pk=pk).update(
+        removed = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk).update(
             removed_at=now, sealed=None, sealed_before=None, before_until=None, active=False
         )
         if removed:
-            abandon_deliveries(pk, now=now)
+            abandon_deliveries(webhook.pk, now=now)
+            audit.record_change(webhook, "Remove webhook", actor=actor, now=now)
     if removed:
-        log.info("webhook removed", webhook=str(pk), actor=actor)
+        log.info("webhook removed", webhook=str(webhook.pk), actor=actor)
     return bool(removed)
 
 

@@ -137,7 +137,7 @@ def _seed_users(now: datetime) -> None:
     api_keys.issue_key([ADA, GRACE, ALAN], name="tournament server", now=now - 30 * HOUR)
     api_keys.issue_key([], operator=True, name="ci", now=now - 9 * HOUR)
     old, _ = api_keys.issue_key([GRACE], name="lost laptop", now=now - 90 * HOUR)
-    api_keys.revoke_key(old.pk, now=now - 80 * HOUR)
+    api_keys.revoke_key(old, now=now - 80 * HOUR)
     Policy.objects.create(name="builders", writable_root=True, description="Compilers' caches outside of /workspace.")
     players = Policy.objects.create(name="players", relay=True, models=["gpt-4o-mini"], calls_per_minute=30)
     EnvironmentType.objects.filter(name="catan").update(turn_argv=["play"], policy=players)

@@ -200,7 +200,7 @@ def test_allow_lists_of_a_key_are_edited_and_its_agents_are_not(administrator: C
     assert (after.allowed_environment_types, after.allowed_pools) == (["coding"], [pool.name])
     assert (after.dids, after.operator, after.digest) == ([ADA], False, row.digest)
     assert get_fields(administrator, row_url(row))["Environment types"].value == "coding"
-    api_keys.revoke_key(row.pk, now=NOW)
+    api_keys.revoke_key(row, now=NOW)
     assert administrator.post(row_url(row), form).status_code == 403
 
 

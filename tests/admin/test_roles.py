@@ -155,7 +155,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
     repository, _ = repositories.save("calc", clone_url="/srv/git/calc.git", now=NOW)
     outbox.enqueue_event("lease.ended", key="1", payload={}, now=NOW)
     Delivery.objects.update(due_at=None, given_up_at=NOW)
-    subscriptions.pause_webhook(paused.pk, actor="eve")
+    subscriptions.pause_webhook(paused, now=timezone.now(), actor="eve")
     account, other = Account.objects.get(name="house"), Account.objects.create(name="other")
     begun = create_rate("time", "0.25")
     create_time_usage(start_of_day(month), HOUR, provider="acme")

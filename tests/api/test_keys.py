@@ -22,7 +22,7 @@ def test_an_invalid_key_is_refused(ada: ApiClient, header: str) -> None:
 
 
 def test_a_revoked_key_is_refused_at_once(ada: ApiClient, lease) -> None:
-    api_keys.revoke_key(AgentKey.objects.get().pk, now=timezone.now())
+    api_keys.revoke_key(AgentKey.objects.get(), now=timezone.now())
     assert ada.get(f"leases/{lease['id']}").status_code == 401
     assert ada.post(f"leases/{lease['id']}/renew").status_code == 401
 

@@ -166,7 +166,7 @@ def test_key_without_the_scope_or_revoked_is_refused_by_every_operation(
     victim: Lease, issue: Callable[..., ApiClient], pool: Pool
 ) -> None:
     leases, costs, revoked = (issue(ADA, scopes=[scope]) for scope in (KeyScope.LEASES, KeyScope.COSTS, KeyScope.LEASES))
-    api_keys.revoke_key(AgentKey.objects.order_by("-pk")[0].pk, now=timezone.now())
+    api_keys.revoke_key(AgentKey.objects.order_by("-pk")[0], now=timezone.now())
     for operation in list_operations():
         narrowed = leases if operation.path.split("/")[0] in COSTS_PATHS else costs
         for client, status in ((ApiClient(), 401), (revoked, 401), (narrowed, 403)):

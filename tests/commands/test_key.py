@@ -27,7 +27,7 @@ def keys() -> dict[str, AgentKey]:
         now=now - timedelta(days=2),
     )  # fmt: skip
     revoked, _ = api_keys.issue_key([BOB], now=now - timedelta(days=1))
-    api_keys.revoke_key(revoked.pk, now=now)
+    api_keys.revoke_key(revoked, now=now)
     return {"operator": operator, "expired": expired, "revoked": revoked}
 
 

@@ -37,7 +37,7 @@ def restrict() -> Any:
 
 
 def move() -> Any:
-    return registry.move_agents("acme", [ADA])
+    return registry.move_agents("acme", [ADA], now=NOW)
 
 
 def reopen_for_another() -> Any:

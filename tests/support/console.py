@@ -51,8 +51,8 @@ class _FormReader(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[str, str] = {}
-        self.select = ""
+        self.values: dict[str, Any] = {}  # of checkboxes with the same name a list
+        self.select = self.textarea = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
@@ -61,11 +61,25 @@ class _FormReader(HTMLParser):
             self.select = name
         elif tag == "option" and "selected" in given:
             self.values[self.select] = given.get("value", "")
+        elif tag == "textarea":
+            self.textarea, self.values[name] = name, ""
+        elif tag == "input" and given.get("type") == "checkbox" and "checked" in given and name in self.values:
+            self.values[name] = [*self.values[name], given["value"]]
         elif tag == "input" and name and given.get("type") != "submit" and (not is_box or "checked" in given):
-            self.values[name] = given.get("value", "on" if is_box else "")
+            text = given.get("value", "on" if is_box else "")
+            self.values[name] = [text] if given.get("type") == "checkbox" and "value" in given else text
+
+    def handle_data(self, data: str) -> None:
+        if self.textarea:
+            self.values[self.textarea] += data if self.values[self.textarea] else data.removeprefix("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "textarea":
+            self.values[self.textarea] = self.values[self.textarea].replace("\n", "\r\n")
+            self.textarea = ""
 
 
-def read_form(client: Client, url: str) -> dict[str, str]:
+def read_form(client: Client, url: str) -> dict[str, Any]:
     """Return the values that a browser would submit from a page without a change."""
     reader = _FormReader()
     reader.feed(fetch(client, url))

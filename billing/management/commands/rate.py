@@ -7,6 +7,7 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
+from django.db import transaction
 from django.utils.dateparse import parse_datetime
 
 from billing.estimate import list_priced_providers
@@ -16,6 +17,7 @@ from billing.management.options import format_table
 from billing.models import BillableItem, Rate
 from billing.pricing import format_decimal
 from billing.source_units import SOURCE_UNITS, convert_price
+from sandboxes import audit
 from sandboxes.db import database_time
 from sandboxes.formatting import suggest_match
 from sandboxes.models import TokenKind
@@ -23,6 +25,7 @@ from sandboxes.providers.registry import PROVIDERS
 
 START_DELAY = timedelta(minutes=1)  # of a rate without --from: a rate begins in the future
 ALL_MODELS = ""
+AUDITED_COLUMNS = ("usd", "allowance", "by_use", "source")
 MODEL_OPTIONS = (*(f"{kind}_usd" for kind in TokenKind), "above_tokens", "tier", "note")
 OPTIONS = {"usd": "price", "valid_from": "--from", "instance_type": "--instance", "source": "--source", "by_use": "--by-use"}
 
@@ -99,7 +102,10 @@ class Command(BaseCommand):
             source=f"{options['source']}: {format_decimal(price)} USD per {options['unit']}",
         )  # fmt: skip
         try:
-            rate.save()
+            with transaction.atomic():
+                rate.save()
+                detail = f"{audit.describe_values(rate, AUDITED_COLUMNS)}, from {rate.valid_from:%Y-%m-%d %H:%M} UTC"
+                audit.record(rate, "Add rate", detail, actor=audit.COMMAND_LINE, now=database_time.now())
         except ValidationError as error:
             name, messages = next(iter(error.message_dict.items()))
             raise CommandError(f"{OPTIONS.get(name, name)}: {messages[0]}") from None

@@ -7,11 +7,13 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
+from django.db import transaction
 
 from billing.dates import to_utc_date
 from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
 from leases.agents import describe_unknown_agent
 from leases.management.base import parse_did
+from sandboxes import audit
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.management.columns import find_named
@@ -53,7 +55,10 @@ class Command(NamedRowCommand):
             if options["dry_run"]:
                 membership.full_clean()
             else:
-                membership.save()
+                with transaction.atomic():
+                    membership.save()
+                    detail = f"{account} from {membership.since}"
+                    audit.record(membership, "Assign agent", detail, actor=audit.COMMAND_LINE, now=database_time.now())
         except ValidationError as error:
             name, messages = next(iter(error.message_dict.items()))
             raise CommandError(f"{'--since: ' if name == 'since' else ''}{' '.join(messages)}") from None

@@ -10,6 +10,7 @@ from leases import api_keys
 from leases.management.base import parse_duration, report_errors
 from leases.management.limit_options import add_limit_options, parse_limits
 from leases.models import KeyScope
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -52,6 +53,7 @@ class Command(BaseCommand):
                 expires_at=now + lifetime if lifetime else None,
                 project=options["project"],
                 now=now,
+                actor=COMMAND_LINE,
             )
             agents = "all agents" if operator else ", ".join(row.dids)
             as_json = encoding.dumps({"key": key, "prefix": row.prefix})

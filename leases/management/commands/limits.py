@@ -10,6 +10,8 @@ from leases.management.base import report_errors
 from leases.management.limit_options import add_limit_options, parse_limits
 from leases.models import AgentKey, EnvironmentType
 from leases.resource_limits import describe_limits, set_limits
+from sandboxes.audit import COMMAND_LINE
+from sandboxes.db import database_time
 from sandboxes.models import Pool
 from sandboxes.models.resource_limits import ResourceLimits
 
@@ -29,7 +31,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, level: str, name: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
             row = _find_row(level, name)
-            set_limits(row, parse_limits(options))
+            set_limits(row, parse_limits(options), actor=COMMAND_LINE, now=database_time.now())
         self.stdout.write(f"{level} {name}: {'; '.join(describe_limits(row)) or 'no limits'}")
 
 

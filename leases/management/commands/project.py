@@ -53,5 +53,5 @@ class Command(BaseCommand):
 
     def _move(self, options: dict[str, Any]) -> None:
         agents = [parse_did(did) for did in options["agents"]]
-        moved = registry.move_agents(options["name"], agents, actor=ACTOR)
+        moved = registry.move_agents(options["name"], agents, now=database_time.now(), actor=ACTOR)
         self.stdout.write(f"{pluralize(moved, 'agent', 'agents')} moved to {options['name']}")

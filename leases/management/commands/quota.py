@@ -5,10 +5,13 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import transaction
 from django.db.models import Q
 
 from leases.agents import describe_unknown_agent
 from leases.management.base import parse_did, report_errors
+from sandboxes import audit
+from sandboxes.db import database_time
 from sandboxes.management.columns import add_column_options, describe_columns, find_named, parse_columns, validate_row
 from sandboxes.models import Pool, Quota
 
@@ -59,9 +62,13 @@ class Command(BaseCommand):
             raise CommandError("State --most or --guaranteed.")
         pool, agent = find_named(Pool, options["pool"]), parse_did(options["agent"])
         row = Quota.objects.filter(pool=pool, agent_did=agent).first() or Quota(pool=pool, agent_did=agent)
+        before = {name: getattr(row, name) for name in changes}
         validate_row(row, changes)
         if not options["dry_run"]:
-            row, _ = Quota.objects.update_or_create(pool=pool, agent_did=agent, defaults=changes)
+            with transaction.atomic():
+                row, _ = Quota.objects.update_or_create(pool=pool, agent_did=agent, defaults=changes)
+                detail = audit.describe_changes(before, row)
+                audit.record(row, "Set quota", detail, actor=audit.COMMAND_LINE, now=database_time.now())
         if warning := describe_unknown_agent(agent):
             self.stderr.write(f"Warning: {warning}")
         self.stdout.write(f"{'would be set' if options['dry_run'] else 'set'}: {_format_quota(row)}")
@@ -70,8 +77,14 @@ class Command(BaseCommand):
         pool, agent = find_named(Pool, options["pool"]), parse_did(options["agent"])
         rows = Quota.objects.filter(Q(most__isnull=False) | Q(guaranteed__gt=0), pool=pool, agent_did=agent)
         # The row stays: it counts the agent's sandboxes in the pool.
-        if not (rows.count() if options["dry_run"] else rows.update(most=None, guaranteed=0)):
+        row = rows.first()
+        if row is None:
             raise CommandError(f"{agent} has no quota in the pool {pool.name}.")
+        if not options["dry_run"]:
+            with transaction.atomic():
+                rows.update(most=None, guaranteed=0)
+                detail = audit.describe_values(row, COLUMNS)
+                audit.record(row, "Remove quota", f"before: {detail}", actor=audit.COMMAND_LINE, now=database_time.now())
         self.stdout.write(f"{'would be removed' if options['dry_run'] else 'removed'}: {pool.name} {agent}")
 
 

@@ -9,6 +9,7 @@ from leases import api_keys
 from leases.grants import revocation
 from leases.management.base import report_errors
 from leases.tasks import enqueue_reclaim
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 
@@ -36,7 +37,7 @@ class Command(BaseCommand):
                 count = revocation.find_leases(key).count()
                 self.stdout.write(f"{key.prefix} has {pluralize(count, 'active lease', 'active leases')}")
                 return
-            done = revocation.revoke(key, end_leases=end_leases, now=database_time.now(), actor="revoke_key")
+            done = revocation.revoke(key, end_leases=end_leases, now=database_time.now(), actor=COMMAND_LINE)
             if done.ended_leases:
                 enqueue_reclaim()
             ended = f", {pluralize(done.ended_leases, 'lease', 'leases')} ended" if end_leases else ""

@@ -9,6 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from leases import api_keys
 from leases.management.base import parse_duration, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -32,7 +33,7 @@ class Command(BaseCommand):
             row = api_keys.find_by_prefix(prefix)
             if row is None:
                 raise CommandError(f"There is no API key {prefix[:12]!r}.")
-            key = api_keys.rotate_key(row.pk, overlap=duration, now=now, actor="rotate_key")
+            key = api_keys.rotate_key(row.pk, overlap=duration, now=now, actor=COMMAND_LINE)
             until = (now + duration).replace(microsecond=0).isoformat()
             as_json = encoding.dumps({"key": key, "prefix": row.prefix, "previous_valid_until": until})
             self.stdout.write(as_json if json else f"{key} (previous secret accepted until {until}; not shown again)")

@@ -7,6 +7,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from leases.management.base import report_errors
+from sandboxes import audit
 from sandboxes.db import database_time
 from sandboxes.errors import TemplateNotFound
 from sandboxes.models import ImageTemplate, TemplateState
@@ -51,7 +52,7 @@ class Command(BaseCommand):
                 self.stdout.write(_find(options["template"]).log, ending="")
             else:
                 template = _find(options["template"])
-                builds.remove(template, now=database_time.now())
+                builds.remove(template, now=database_time.now(), actor=audit.COMMAND_LINE)
                 self.stdout.write(f"removed: {template}")
 
     def _build(self, options: dict[str, Any]) -> None:

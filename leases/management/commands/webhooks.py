@@ -70,11 +70,12 @@ class Command(BaseCommand):
 
     def _pause(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        self.stdout.write(f"{row.url} {'paused' if subscriptions.pause_webhook(row.pk, actor=ACTOR) else 'was already paused'}")
+        paused = subscriptions.pause_webhook(row, now=database_time.now(), actor=ACTOR)
+        self.stdout.write(f"{row.url} {'paused' if paused else 'was already paused'}")
 
     def _resume(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        resumed = subscriptions.resume_webhook(row.pk, now=database_time.now(), actor=ACTOR)
+        resumed = subscriptions.resume_webhook(row, now=database_time.now(), actor=ACTOR)
         self.stdout.write(f"{row.url} {'resumed' if resumed else 'was neither paused nor disabled'}")
 
     def _rotate(self, webhook: str) -> None:
@@ -85,7 +86,7 @@ class Command(BaseCommand):
 
     def _remove(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        subscriptions.remove_webhook(row.pk, now=database_time.now(), actor=ACTOR)
+        subscriptions.remove_webhook(row, now=database_time.now(), actor=ACTOR)
         self.stdout.write(f"{row.url} removed")
 
 

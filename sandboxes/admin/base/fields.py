@@ -11,7 +11,17 @@ from unfold.widgets import UnfoldAdminTextareaWidget, UnfoldAdminTextInputWidget
 from sandboxes.db import durations
 
 
-class DurationTextField(forms.Field):
+class ShownTextField(forms.Field):
+    """Field whose text does not show every value exactly. The value is unchanged if its text is."""
+
+    def has_changed(self, initial: Any, data: Any) -> bool:
+        try:
+            return bool(self.to_python(self.prepare_value(initial)) != self.to_python(data))
+        except ValidationError:
+            return True
+
+
+class DurationTextField(ShownTextField):
     """Duration in the syntax of the environment variables: "90", "30s", "5m", "2h", "1d"."""
 
     widget = UnfoldAdminTextInputWidget
@@ -51,7 +61,7 @@ class NormalizedDecimalField(forms.DecimalField):
         return f"{value.normalize():f}" if isinstance(value, Decimal) else value
 
 
-class LineListField(forms.Field):
+class LineListField(ShownTextField):
     """List of strings, one per line."""
 
     def __init__(self, *, help_text: str = "", encoder: Any = None, decoder: Any = None, **kwargs: Any) -> None:
@@ -64,3 +74,13 @@ class LineListField(forms.Field):
 
     def prepare_value(self, value: Any) -> Any:
         return "\n".join(map(str, value)) if isinstance(value, list) else value
+
+
+class MultilineTextField(forms.CharField):
+    """Text whose white space is kept. Browsers send other line breaks than the stored ones."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "strip": False})
+
+    def to_python(self, value: Any) -> Any:
+        return (super().to_python(value) or "").replace("\r\n", "\n")

@@ -12,7 +12,8 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
 from sandboxes.admin.base.actions import ActionModelAdmin
 from sandboxes.admin.base.changelist import CappedPaginator, ListTab, TabbedChangeList, parse_uuid
-from sandboxes.admin.base.fields import DurationTextField, LineListField, NormalizedDecimalField
+from sandboxes.admin.base.concurrent_changes import build_form_class
+from sandboxes.admin.base.fields import DurationTextField, LineListField, MultilineTextField, NormalizedDecimalField
 from sandboxes.admin.base.owner_search import OwnerSearch
 from sandboxes.errors import SandboxError
 
@@ -28,6 +29,7 @@ class ConsoleModelAdmin(ActionModelAdmin):
     list_fullwidth = list_filter_submit = list_disable_select_all = True
     list_before_template = "admin/link_filters.html"
     change_form_outer_before_template = "admin/summary.html"
+    change_form_before_template = "admin/shown_values.html"
     sortable_by: Sequence[str] = ()  # any order other than the index of `ordering` would sort the whole table for every page
     list_tabs: ClassVar[Mapping[str, ListTab]] = {}  # the first one is the default
     labels: ClassVar[Mapping[str, str]] = {}  # of form fields whose column name is not a label
@@ -38,6 +40,7 @@ class ConsoleModelAdmin(ActionModelAdmin):
         models.DurationField: {"form_class": DurationTextField},
         models.JSONField: {"form_class": LineListField},
         models.DecimalField: {"form_class": NormalizedDecimalField},
+        models.TextField: {"form_class": MultilineTextField},
     }
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[TabbedChangeList]:
@@ -54,14 +57,20 @@ class ConsoleModelAdmin(ActionModelAdmin):
         return {}
 
     def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        return super().get_form(request, obj, change=change, **{"labels": self.labels, **kwargs})
+        form = super().get_form(request, obj, change=change, **{"labels": self.labels, **kwargs})
+        return form if obj is None else build_form_class(form)
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
 
+    def save_form(self, request: HttpRequest, form: Any, change: bool) -> Any:
+        if change:
+            form.lock_row()
+        return super().save_form(request, form, change)
+
     def save_model(self, request: HttpRequest, obj: Any, form: Any, change: bool) -> None:
         if change:  # other columns, counters above all, may have changed since the form's row was read
-            obj.save(update_fields=form.changed_data)
+            obj.save(update_fields=form.list_changed_columns())
         else:
             super().save_model(request, obj, form, change)
 

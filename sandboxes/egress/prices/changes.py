@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 
+from sandboxes.egress.prices.additions import add_rates
 from sandboxes.egress.prices.files import PriceFile, StatedPrice
 from sandboxes.models import TokenRate
-from sandboxes.models.token_rates import save_rates
 
 KEY = ("pattern", "kind", "tokens_from", "tier")
 
@@ -31,7 +31,9 @@ def compare(file: PriceFile, *, at: datetime) -> list[PriceChange]:
     return [PriceChange(price, present.get((price.model, price.kind, price.tokens_from, price.tier))) for price in file.prices]
 
 
-def apply_changes(changes: list[PriceChange], file: PriceFile, *, valid_from: datetime, note: str) -> int:
+def apply_changes(
+    changes: list[PriceChange], file: PriceFile, *, valid_from: datetime, note: str, actor: str, now: datetime
+) -> int:
     """Add a rate for each new or changed price, all or none. Return their number. Raise ValidationError if one is invalid."""
     source = f"{file.source}, as of {file.as_of}" if file.as_of else file.source
     rates = [
@@ -43,5 +45,5 @@ def apply_changes(changes: list[PriceChange], file: PriceFile, *, valid_from: da
         for change in changes
         if change.is_change
     ]  # fmt: skip
-    save_rates(rates)
+    add_rates(rates, actor=actor, now=now)
     return len(rates)

@@ -5,7 +5,9 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import transaction
 
+from sandboxes import audit
 from sandboxes.db import database_time
 from sandboxes.egress.allow_list import credentials
 from sandboxes.models import EgressCredential, Policy
@@ -41,13 +43,21 @@ class Command(BaseCommand):
         if found is None:
             raise CommandError(f"There is no policy {policy!r}.")
         if action == "remove":
-            if not credentials.remove_credential(found, domain):
-                raise CommandError(f"The policy {policy} has no credential for {domain}.")
+            with transaction.atomic():
+                if not credentials.remove_credential(found, domain):
+                    raise CommandError(f"The policy {policy} has no credential for {domain}.")
+                _record(found, "Remove credential", domain)
             self.stdout.write(f"removed: {policy}  {domain}")
             return
         try:
             authorization = sys.stdin.readline().strip()
-            is_new = credentials.set_credential(found, domain, authorization, writes=writes, now=database_time.now())
+            with transaction.atomic():
+                is_new = credentials.set_credential(found, domain, authorization, writes=writes, now=database_time.now())
+                _record(found, "Set credential", f"{domain}, {'every method' if writes else 'downloads'}")
         except credentials.InvalidCredential as error:
             raise CommandError(str(error)) from None
         self.stdout.write(f"{'added' if is_new else 'replaced'}: {policy}  {domain}")
+
+
+def _record(policy: Policy, action: str, detail: str) -> None:
+    audit.record(policy, action, detail, actor=audit.COMMAND_LINE, now=database_time.now())

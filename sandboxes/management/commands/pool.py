@@ -2,17 +2,19 @@
 
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
+from django.db import transaction
+
 from sandboxes import pool_stats
+from sandboxes.audit import COMMAND_LINE, record
 from sandboxes.db import database_time
 from sandboxes.hosts import capacity
 from sandboxes.management.columns import find_named
 from sandboxes.management.named_rows import NamedRowCommand
 from sandboxes.models import Pool
 from sandboxes.pool import allocation
-
-ACTOR = "command line"
 
 
 class Command(NamedRowCommand):
@@ -58,14 +60,25 @@ class Command(NamedRowCommand):
                 changes["capacity"] = derived.places
 
     def save(self, row: Pool, changes: Collection[str]) -> None:
-        capacity.save_pool(row, changes, now=database_time.now())
+        capacity.store_pool(row, changes)
+
+    def complete(self, now: datetime) -> None:
+        capacity.update_automatic_capacities(now=now)
 
     def _drain(self, options: dict[str, Any]) -> None:
         pool = find_named(Pool, options["name"])
-        changed = allocation.set_draining(pool, draining=True, actor=ACTOR)
+        changed = _set_draining(pool, True)
         self.stdout.write(f"{pool.name} {'draining' if changed else 'was draining before'}")
 
     def _resume(self, options: dict[str, Any]) -> None:
         pool = find_named(Pool, options["name"])
-        changed = allocation.set_draining(pool, draining=False, actor=ACTOR)
+        changed = _set_draining(pool, False)
         self.stdout.write(f"{pool.name} {'resumed' if changed else 'was not draining'}")
+
+
+def _set_draining(pool: Pool, draining: bool) -> bool:
+    with transaction.atomic():
+        changed = allocation.set_draining(pool, draining=draining, actor=COMMAND_LINE)
+        if changed:
+            record(pool, "Drain pool" if draining else "Resume pool", actor=COMMAND_LINE, now=database_time.now())
+    return changed

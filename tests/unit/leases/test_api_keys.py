@@ -36,7 +36,7 @@ def test_a_rotated_key_keeps_its_row_and_accepts_the_previous_secret_during_the_
     with pytest.raises(KeyExpired, match="replaced"):
         api_keys.find_active_key(old, now=NOW + day)
     assert api_keys.find_active_key(f"{new[:-1]}{'A' if new[-1] != 'A' else 'B'}", now=NOW) is None
-    api_keys.revoke_key(row.pk, now=NOW)
+    api_keys.revoke_key(row, now=NOW)
     assert [api_keys.find_active_key(key, now=NOW) for key in (old, new)] == [None, None]
     with pytest.raises(Conflict, match="revoked"):
         api_keys.rotate_key(row.pk, now=NOW)

@@ -50,37 +50,37 @@ def test_key_lists_no_agent_of_another_project() -> None:
 def test_moved_agent_takes_its_keys_along() -> None:
     issue(ADA)
     issue(ADA, BOB)
-    assert registry.move_agents("acme", [ADA, BOB]) == 2
+    assert registry.move_agents("acme", [ADA, BOB], now=NOW) == 2
     assert read_projects() == ({ADA: "acme", BOB: "acme"}, ["acme", "acme"])
-    assert registry.move_agents("acme", [ADA, BOB]) == 0
+    assert registry.move_agents("acme", [ADA, BOB], now=NOW) == 0
 
 
 def test_agent_that_shares_a_key_does_not_move_alone() -> None:
     shared = issue(ADA, BOB)
     with pytest.raises(Conflict, match=BOB):
-        registry.move_agents("acme", [ADA])
+        registry.move_agents("acme", [ADA], now=NOW)
     assert set(read_projects()[0].values()) == {"default"}
-    api_keys.revoke_key(shared.pk, now=NOW)
-    assert registry.move_agents("acme", [ADA]) == 1
+    api_keys.revoke_key(shared, now=NOW)
+    assert registry.move_agents("acme", [ADA], now=NOW) == 1
 
 
 def test_expired_key_that_could_be_extended_holds_its_agents_together() -> None:
     issue(ADA, BOB, expires_at=NOW + timedelta(seconds=1))
     with pytest.raises(Conflict):
-        registry.move_agents("acme", [ADA])
+        registry.move_agents("acme", [ADA], now=NOW)
 
 
 def test_agent_with_an_active_lease_does_not_move(grant: Callable[..., Lease]) -> None:
     lease = grant()
     with pytest.raises(Conflict, match=str(lease.pk)):
-        registry.move_agents("acme", [lease.agent_did])
+        registry.move_agents("acme", [lease.agent_did], now=NOW)
     leasing.release(lease.pk, now=NOW)
-    assert registry.move_agents("acme", [lease.agent_did]) == 1
+    assert registry.move_agents("acme", [lease.agent_did], now=NOW) == 1
 
 
 def test_unknown_agent_or_project_moves_nothing() -> None:
     issue(ADA)
     for name, did in (("globex", ADA), ("acme", BOB)):
         with pytest.raises(InvalidRequest):
-            registry.move_agents(name, [ADA, did])
+            registry.move_agents(name, [ADA, did], now=NOW)
     assert read_projects()[0] == {ADA: "default"}

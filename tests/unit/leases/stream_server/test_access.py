@@ -161,7 +161,7 @@ def test_each_of_many_open_connections_ends_for_its_own_reason(
 ) -> None:
     row, text = api_keys.issue_key([ADA], now=NOW)
     other = replace(terminal, issuer=Issuer.of_key(row.pk, text))
-    api_keys.revoke_key(row.pk, now=NOW)
+    api_keys.revoke_key(row, now=NOW)
     ended = access.find_ended([terminal, preview, other], now=NOW)
     assert {grant: error.code for grant, error in ended.items()} == {other: "grant_ended"}
 

@@ -155,8 +155,8 @@ def test_a_receiver_that_fails_for_three_days_is_disabled(receiver: WebhookRecei
     assert webhook.disabled_at == delivery.given_up_at
     assert happen(2, when).deliveries.count() == 0
     receiver.status = 200
-    assert subscriptions.resume_webhook(webhook.pk, now=when)
-    assert not subscriptions.resume_webhook(webhook.pk, now=when)
+    assert subscriptions.resume_webhook(webhook, now=when)
+    assert not subscriptions.resume_webhook(webhook, now=when)
     happen(3, when)
     assert delivering.redeliver(delivery.pk, now=when)
     assert not delivering.redeliver(delivery.pk, now=when)
@@ -209,10 +209,10 @@ def test_retry_after_delays_the_next_attempt(receiver: WebhookReceiver, webhook,
 
 def test_a_resumed_webhook_receives_its_pending_events(receiver: WebhookReceiver, webhook) -> None:
     happen(1)
-    assert subscriptions.pause_webhook(webhook.pk) and not subscriptions.pause_webhook(webhook.pk)
+    assert subscriptions.pause_webhook(webhook, now=NOW) and not subscriptions.pause_webhook(webhook, now=NOW)
     happen(2)
     assert sweep() == {}
-    assert subscriptions.resume_webhook(webhook.pk, now=NOW + 5 * DAY)
+    assert subscriptions.resume_webhook(webhook, now=NOW + 5 * DAY)
     receiver.status = 500
     assert sweep(NOW + 5 * DAY) == {"to be tried again": 1}  # the retry window starts now
     receiver.status = 204
@@ -222,12 +222,12 @@ def test_a_resumed_webhook_receives_its_pending_events(receiver: WebhookReceiver
 
 def test_a_removed_webhook_receives_nothing_and_has_no_secret(receiver: WebhookReceiver, webhook) -> None:
     happen(1)
-    assert subscriptions.remove_webhook(webhook.pk, now=NOW) and not subscriptions.remove_webhook(webhook.pk, now=NOW)
+    assert subscriptions.remove_webhook(webhook, now=NOW) and not subscriptions.remove_webhook(webhook, now=NOW)
     happen(2)
     webhook.refresh_from_db()
     assert (webhook.sealed, webhook.sealed_before) == (None, None)
     assert sweep() == {} and not receiver.received
-    assert not subscriptions.resume_webhook(webhook.pk, now=NOW) and not subscriptions.pause_webhook(webhook.pk)
+    assert not subscriptions.resume_webhook(webhook, now=NOW) and not subscriptions.pause_webhook(webhook, now=NOW)
     assert not delivering.redeliver(Delivery.objects.get().pk, now=NOW)
     with pytest.raises(WebhookTestFailed):
         delivering.send_test_event(webhook, now=NOW)
@@ -329,8 +329,8 @@ def test_resuming_and_sending_again_end_the_wait_of_a_webhook(receiver: WebhookR
     assert sweep(NOW + MINUTE) == {"delivered": 2}
     happen(3)
     Webhook.objects.update(retry_at=later, failures=3, failing_since=NOW)
-    subscriptions.pause_webhook(webhook.pk)
-    assert subscriptions.resume_webhook(webhook.pk, now=NOW + MINUTE)
+    subscriptions.pause_webhook(webhook, now=NOW)
+    assert subscriptions.resume_webhook(webhook, now=NOW + MINUTE)
     assert sweep(NOW + MINUTE) == {"delivered": 1}
 
 
@@ -386,7 +386,7 @@ def test_a_task_of_the_queue_does_not_wait_for_receivers(receiver: WebhookReceiv
 def test_a_test_event_is_sent_once_also_to_a_paused_webhook(receiver: WebhookReceiver) -> None:
     webhook, secret = listen(receiver, "lease.ended")
     other, _ = listen(receiver)
-    subscriptions.pause_webhook(webhook.pk)
+    subscriptions.pause_webhook(webhook, now=NOW)
     delivering.send_test_event(webhook, now=NOW)
     [one] = receiver.received
     assert one.payload["type"] == "webhook.test" and one.payload["data"] == {"webhook_id": str(webhook.pk)}
@@ -458,7 +458,7 @@ def test_a_worker_past_its_deadline_records_nothing(receiver: WebhookReceiver, w
 
 def test_a_webhook_removed_during_an_attempt_stays_removed(webhook, at_checkpoint) -> None:
     happen()
-    at_checkpoint("delivery claimed", lambda: subscriptions.remove_webhook(webhook.pk, now=NOW))
+    at_checkpoint("delivery claimed", lambda: subscriptions.remove_webhook(webhook, now=NOW))
     assert sweep() == {"lost race": 1}
     assert Delivery.objects.get().given_up_at == NOW
 
@@ -547,7 +547,7 @@ def test_neither_secret_nor_signature_is_in_the_database_or_the_log(receiver: We
     sweep(NOW + MINUTE)
     with pytest.raises(WebhookTestFailed):
         delivering.send_test_event(webhook, now=NOW + MINUTE)
-    subscriptions.pause_webhook(webhook.pk)
+    subscriptions.pause_webhook(webhook, now=NOW)
     signatures = {word for one in receiver.received for word in one.headers["webhook-signature"].split(" ")}
     assert len(signatures) == 6
     secrets = {secret.removeprefix("whsec_") for secret in (first, second)}

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import reduce
 from operator import add
-from typing import Any
 
-from django.db.models import F, Q, Sum
+from django.db.models import BigIntegerField, Case, F, Q, Sum, Value, When
 from django.db.models.functions import Coalesce
 
 from billing.models.budgets import Unit
@@ -39,11 +38,20 @@ class CallMeasure:
 
     @property
     def owed_sql(self) -> str:
-        return f"COALESCE({', '.join(' + '.join(columns) for columns in self.owed)})"
+        sums = (columns[0] if len(columns) == 1 else " + ".join(map(self._cap_sql, columns)) for columns in self.owed)
+        return f"COALESCE({', '.join(sums)})"
 
     def build_owed(self) -> Coalesce:
         """Build the quantity of a call: that of its end, and the reservation until then."""
-        return Coalesce(*map(_add_columns, self.owed))
+        sums = (
+            F(columns[0]) if len(columns) == 1 else reduce(add, (_cap(column, self.limit) for column in columns))
+            for columns in self.owed
+        )  # fmt: skip
+        return Coalesce(*sums)
+
+    def _cap_sql(self, column: str) -> str:
+        """Build a column whose amounts out of range are `limit`. The sum of two columns would overflow, and end the pass."""
+        return f"CASE WHEN {column} > {self.limit} THEN {self.limit} ELSE {column} END"
 
     def build_sum_sql(self, amount: str) -> str:
         """Build the sum of an amount as a whole number of parts, in SQL (billing.money_sums.sum_exact)."""
@@ -51,7 +59,7 @@ class CallMeasure:
 
     def sum_usage(self, condition: Q | None = None) -> Sum:
         """Build the sum of usage records as a whole number of parts."""
-        return sum_exact(_add_columns(self.usage), condition, parts=self.parts)
+        return sum_exact(reduce(add, map(F, self.usage)), condition, parts=self.parts)
 
     def to_amount(self, parts: int) -> Decimal:
         return Decimal(int(parts)) / self.parts
@@ -72,7 +80,7 @@ MEASURES = {Unit.USD.value: USD, Unit.TOKENS.value: TOKENS}
 
 def sum_estimated_tokens(owed: str, condition: Q | None = None) -> Sum:
     """Build the sum of the tokens of calls that the upstream did not report. `owed` names their tokens."""
-    reported = Coalesce("input_tokens", 0) + Coalesce("output_tokens", 0)
+    reported = Coalesce(_cap("input_tokens", TOKENS.limit), 0) + Coalesce(_cap("output_tokens", TOKENS.limit), 0)
     return Sum(F(owed) - reported, filter=condition, default=0)
 
 
@@ -83,5 +91,5 @@ def build_uncertainty(measure: CallMeasure, unpriced: int, estimated: int) -> Un
     return Uncertainty(int(unpriced), measure.to_amount(estimated))
 
 
-def _add_columns(columns: Columns) -> Any:
-    return reduce(add, map(F, columns))
+def _cap(column: str, limit: int) -> Case:
+    return Case(When(**{f"{column}__gt": limit}, then=Value(limit)), default=F(column), output_field=BigIntegerField())

@@ -227,7 +227,7 @@ def test_form_of_a_budget_that_is_deleted_meanwhile_saves_nothing(admin_client: 
         wait_until_blocked(thread)
         created.delete()
     thread.join(30)
-    assert messages == ["Nothing was saved: There is no budget with this id."]
+    assert messages == ["Nothing was saved: The row was deleted."]
 
 
 def test_concurrent_grants_ends_changes_and_sweeps_do_not_deadlock(

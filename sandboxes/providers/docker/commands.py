@@ -210,7 +210,8 @@ class ContainerCommandProvider(AgentCommandProvider):
     def _create_exec(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
         """Create an exec, starting or resuming the container if necessary. Return the exec's id."""
         body = {"Cmd": [*argv], "User": f"{user}:{gid}", "AttachStdout": True, "AttachStderr": True, **options}
-        for _ in range(5):
+        for delay in (0.0, *START_RETRY_DELAYS_SECONDS[:-1]):
+            time.sleep(delay)  # another command may be creating and starting the container
             try:
                 self._wake(ref)
                 return str(self._engine.call("POST", f"/containers/{ref}/exec", body)["Id"])

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 
+from sandboxes.providers.docker import command_end
 from sandboxes.providers.docker.freezer import Freezer
 from tests.conftest import MINUTE
 from tests.docker.test_provider import BOMB, Box, docker, executor, own_box, owner  # noqa: F401 - fixtures
@@ -75,6 +76,19 @@ def test_without_access_to_the_kernel_the_container_is_restarted_if_it_has_comma
     provider.wait_ready(ref, timeout=MINUTE)
     assert provider.processes(ref, [uuid4().hex]) == {}
     assert provider.read_file(ref, "/workspace/file", limit=10) == b"kept"
+
+
+@pytest.mark.usefixtures("by_engine")
+def test_a_process_that_ends_between_two_looks_of_the_engine_causes_no_restart(
+    own_box: Box,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a fork of the helper does that has answered."""
+    looks, init = iter([True, False]), find_init(own_box)
+    monkeypatch.setattr(command_end, "kill_commands", lambda cgroup: False)  # it has seen that process
+    monkeypatch.setattr(type(own_box.provider), "_has_commands", lambda self, ref: next(looks))
+    own_box.provider.kill_all(own_box.ref)
+    assert find_init(own_box) == init and next(looks, None) is None
 
 
 def test_a_stopped_container_has_no_commands_and_stays_stopped(own_box: Box) -> None:  # noqa: F811

@@ -21,6 +21,7 @@ from sandboxes.providers.errors import FailureCause, Missing, Unavailable
 KILL_TIMEOUT_SECONDS = 10.0  # a process in an uninterruptible call ends later
 ROUND_SECONDS = 0.5  # after which the processes that are left are frozen and signalled again
 POLL_INTERVAL_SECONDS = 0.001
+LOOKS, LOOK_INTERVAL_SECONDS = 4, 0.1  # before a restart, which takes longer
 STOPPED_STATES, DEAD_STATES = ("T", "t"), ("Z", "X")  # of /proc/<pid>/stat
 LIST_OPTIONS = quote("-eo pid,ppid,stat,args")  # of ps, which the engine executes
 
@@ -49,8 +50,16 @@ class ContainerCommandEndProvider(ContainerRestartProvider):
         except OSError:  # the container has stopped meanwhile
             if cgroup and not cgroup.has_processes():
                 return
-        if self._has_commands(ref):
+        if self._keeps_commands(ref):
             self.restart(ref)
+
+    def _keeps_commands(self, ref: str) -> bool:
+        """Return whether the engine lists a command at several looks. A fork of the helper ends shortly after its answer."""
+        for _ in range(LOOKS):
+            if not self._has_commands(ref):
+                return False
+            time.sleep(LOOK_INTERVAL_SECONDS)
+        return True
 
     def _has_commands(self, ref: str) -> bool:
         """Return whether the engine lists a stopped process, or another one than process 1 and its helper. Raise Missing.

@@ -140,6 +140,7 @@ def test_wake_starts_nothing_while_files_of_a_later_incarnation_cannot_be_kept(
     assert len(find_found(cold)) == 1
 
 
+@pytest.mark.postgres("lengths of columns")
 @pytest.mark.parametrize("sleeps", [1, 2], ids=["running again", "stored"])
 def test_awake_sandbox_that_is_gone_goes_on_from_the_later_files(
     sleeps: int, grant: Callable[..., Lease], memory: MemoryProvider

@@ -8,6 +8,7 @@ from billing import budgets
 from leases import leasing
 from leases.models import Lease, LeaseEvent, LeaseStatus
 from leases.resources import get_sandbox_size
+from sandboxes.call_limits import CallLimits
 from sandboxes.db import sql
 from sandboxes.db.clock import Clock
 from sandboxes.db.sql import Statement
@@ -71,7 +72,7 @@ def build_terms(lease: Lease) -> HolderTerms:
     environment_type = lease.environment_type
     return HolderTerms(
         excludes=environment_type.snapshot_excludes,
-        llm_limit=lease.llm_limit,
+        call_limits=CallLimits.of(lease),
         llm_enabled=lease.llm_enabled,
         policy=environment_type.policy,
         suspend_after=environment_type.suspend_after,

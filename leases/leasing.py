@@ -214,6 +214,7 @@ def build_lease(request: LeaseRequest, basis: GrantBasis, *, now: datetime) -> L
         environment_id=request.environment_id,
         environment_type=environment_type,
         llm_limit=environment_type.llm_limit,
+        llm_token_limit=environment_type.llm_token_limit,
         llm_enabled=request.llm_enabled,
         pool=pool_row,
         pools=[request.pool] if request.pool else [*request.allowed.pools] if request.allowed else [],

@@ -44,8 +44,8 @@ TOOLS = (
     ),
     Tool(
         "budget", "Get the budgets",
-        "Return the cost of this lease's model calls with its limit, and the budgets that apply to the lease. Amounts are "
-        "decimal numbers in a string; null: not disclosed.",
+        "Return cost and tokens of this lease's model calls with its limits, and the budgets that apply to the lease. USD and "
+        "amounts of budgets are decimal numbers in a string; null: not disclosed, or no limit.",
         {}, reads_only=True,
     ),
     Tool(
@@ -135,6 +135,8 @@ def _get_budgets(lease: Lease, arguments: Mapping[str, Any], now: datetime) -> d
         "model_calls": {
             "spent_usd": format_decimal(budgets.sum_lease_calls(lease.pk)),
             "limit_usd": format_decimal(lease.llm_limit) if lease.llm_limit is not None else None,
+            "spent_tokens": int(budgets.sum_lease_calls(lease.pk, "tokens")),
+            "limit_tokens": lease.llm_token_limit,
         },
         "budgets": [_serialize_budget(budget, lease.agent_did, basis, now) for budget in found],
     }

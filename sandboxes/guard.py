@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from decimal import Decimal
 from typing import Protocol
 
+from sandboxes.call_limits import UNLIMITED, CallLimits
 from sandboxes.db.sql import ALWAYS, Statement
 from sandboxes.models import Policy, Pool
 
@@ -15,7 +15,7 @@ class HolderTerms:
     """Values of a holder that the row of its sandbox copies. Valid as long as the holder is locked."""
 
     excludes: Sequence[str] = ()  # patterns of paths that workspace snapshots exclude
-    llm_limit: Decimal | None = None  # USD that model calls may cost; None: unlimited
+    call_limits: CallLimits = UNLIMITED  # on the cost and the tokens of model calls
     llm_enabled: bool = True  # False: every model call is refused
     policy: Policy | None = None  # None: the built-in policy "sealed"
     suspend_after: timedelta | None = None  # time in `waiting` after which the sandbox is suspended; None: never

@@ -16,6 +16,7 @@ from billing.budgets.model_patterns import is_model_match
 from billing.budgets.periods import get_limit, get_period_bounds
 from billing.budgets.refusal import Shortage, build_refusal
 from billing.budgets.scopes import LEASE_BUDGET_SQL
+from billing.call_measures import MEASURES
 from billing.dates import to_utc_date
 from billing.errors import BudgetExhausted
 from billing.models import Budget
@@ -23,7 +24,7 @@ from billing.models.budgets import Unit
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import format_optional_timestamp
 from sandboxes.egress.refusals import CallRefused
-from sandboxes.egress.spending import NO_LIMIT, CallReservation, Funds, build_not_priced_refusal, format_amount
+from sandboxes.egress.spending import NO_LIMIT, CallReservation, CallUnit, Funds, build_not_priced_refusal, format_amount
 
 # Hard budgets of a lease that count model calls. Parameters: whether those in USD apply, and those in tokens; then those of
 # LEASE_BUDGET_SQL.
@@ -31,9 +32,9 @@ HARD_SQL = f"active AND hard AND (unit = 'usd' AND %s OR unit = 'tokens' AND %s)
 EXPLANATIONS = {Unit.USD.value: "and this call may cost {}", Unit.TOKENS.value: "and this call may use {}"}
 
 
-def sum_lease_calls(holder: UUID) -> Decimal:
-    """Return the cost of a lease's model calls: ended calls at their price, open ones at their reservation. In USD."""
-    return call_sums.sum_lease(holder)
+def sum_lease_calls(holder: UUID, unit: CallUnit = "usd") -> Decimal:
+    """Return the cost or the tokens of a lease's model calls: ended calls as settled, open ones at their reservation."""
+    return call_sums.sum_lease(holder, MEASURES[unit])
 
 
 def check_call(call: CallReservation, now: datetime) -> Funds:

@@ -1,7 +1,7 @@
-"""Exact sums of model calls, in hand-written SQL: an admission takes one for each budget and for the spend limit.
+"""Exact sums of model calls, in hand-written SQL: an admission takes one for each budget and each limit of the lease.
 
 Django takes about 5 ms to build one of these statements, the database a fraction of one to execute it
-(tests/bench/calls.py). A sum is in USD or in tokens, by the measure of the budget (billing.call_measures).
+(tests/bench/calls.py). A sum is in USD or in tokens, by the measure of the budget or limit (billing.call_measures).
 
 The sum of the metered calls is kept with the budget until usage records of model calls change. Metering replaces each record
 that it changes by a new one, so that the largest id identifies their state."""
@@ -34,10 +34,10 @@ class MeteredSum(NamedTuple):
 UNKNOWN = MeteredSum(0, -1)
 
 
-def sum_lease(holder: UUID) -> Decimal:
-    """Sum all model calls of a lease, in USD."""
+def sum_lease(holder: UUID, measure: CallMeasure = USD) -> Decimal:
+    """Sum all model calls of a lease."""
     owned = Statement("holder = %s", (holder,))
-    return _sum_all(USD, owned, [_build_sum_of_usage(USD, owned, ALWAYS)], ALWAYS, "llmcall_holder_uncounted")[0]
+    return _sum_all(measure, owned, [_build_sum_of_usage(measure, owned, ALWAYS)], ALWAYS, "llmcall_holder_uncounted")[0]
 
 
 def sum_period(

@@ -28,6 +28,8 @@ from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.models import PackVersion
 from sandboxes.models.policies import SEALED_POLICY_NAME
 
+PER_NEW_LEASE = "on model calls, per new lease"
+
 
 class AlternativePoolForm(forms.ModelForm):
     """Row of the list of pools. The page posts the values that it showed, so that an unchanged row is not written."""
@@ -92,8 +94,8 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         (
             "Model calls",
             {
-                "fields": ["llm_limit"],
-                "description": "Applies to new leases of this type. The limit of an existing lease is changed on its own page.",
+                "fields": ["llm_limit", "llm_token_limit"],
+                "description": "Limits of new leases of this type. Those of an existing lease are changed on its own page.",
             },
         ),
     ]
@@ -112,6 +114,7 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         "auto_delete": "Deleted by the vendor after",
         "snapshot_excludes": "Excluded from snapshots",
         "llm_limit": "Spend limit (USD)",
+        "llm_token_limit": "Token limit",
     }
 
     def get_readonly_fields(self, request: HttpRequest, obj: EnvironmentType | None = None) -> list[str]:
@@ -139,9 +142,9 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
     def pool_label(self, row: EnvironmentType) -> SafeString:
         return render_two_lines(row.pool or "default pool", row.policy or SEALED_POLICY_NAME)
 
-    @display(description="Spend limit")
-    def spends(self, row: EnvironmentType) -> str:
-        return spending.format_spend_limit(row.llm_limit)
+    @display(description="Model calls")
+    def spends(self, row: EnvironmentType) -> SafeString:
+        return render_two_lines(spending.format_spend_limit(row.llm_limit), spending.format_token_limit(row.llm_token_limit))
 
     def get_page_context(self, request: HttpRequest, row: EnvironmentType) -> dict[str, Any]:
         active = row.leases.filter(status=LeaseStatus.ACTIVE).count()
@@ -153,7 +156,8 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
                 SummaryField("Pack", pack, note="skill of its sandboxes; changed by manage.py pack upgrade"),
                 SummaryField("Active leases", active, href=href),
                 SummaryField("Pools", ", ".join(pool.name for pool in list_pools(row)), note=describe_pool_order(row)),
-                SummaryField("Spend limit", spending.format_spend_limit(row.llm_limit), note="on model calls, per new lease"),
+                SummaryField("Spend limit", spending.format_spend_limit(row.llm_limit), note=PER_NEW_LEASE),
+                SummaryField("Token limit", spending.format_token_limit(row.llm_token_limit), note=PER_NEW_LEASE),
                 SummaryField("Resources by request", "; ".join(describe_limits(row)) or "limited by the pools alone"),
             ]
         }

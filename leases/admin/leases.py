@@ -18,7 +18,7 @@ from billing.admin.formatting import build_total_cost_field
 from leases import leasing
 from leases.admin import budgets, spending
 from leases.admin.lease_grants import GRANT_LEASE_ACTION
-from leases.admin.spending import SET_SPEND_LIMIT_ACTION
+from leases.admin.spending import SET_CALL_LIMITS_ACTION
 from leases.admin.timeline import SOURCE_LABELS, load_timeline, render_turn_status
 from leases.failed_by import classify_end_reason, classify_turn
 from leases.models import Lease, LeaseStatus, Turn
@@ -118,10 +118,10 @@ class LeaseAdmin(ReadOnlyModelAdmin):
         "id", "agent_did", "environment_id", "environment_type", "pool", "memory_mib", "millicpus", "size",
         "disk_mib", "gpus", "gpu_type", "image", "status", "leased_at", "last_activity_at",
         "ttl", "expires_at", "max_expires_at", "sleep_after", "auto_stop", "auto_delete", "expiry_conditions", "llm_limit",
-        "llm_enabled", "ended_at", "end_reason", "destroyed_at",
+        "llm_token_limit", "llm_enabled", "ended_at", "end_reason", "destroyed_at",
     )  # fmt: skip
     change_form_outer_before_template = "admin/leases/lease/timeline.html"
-    row_actions = {"limit_spending": SET_SPEND_LIMIT_ACTION, "end_lease": END_LEASE_ACTION}
+    row_actions = {"limit_calls": SET_CALL_LIMITS_ACTION, "end_lease": END_LEASE_ACTION}
     bulk_actions = {"end_leases": END_LEASE_ACTION}
     create_actions = {"grant": GRANT_LEASE_ACTION}
 

@@ -90,6 +90,7 @@ class GroupedCallsSerializer(serializers.Serializer):
 
 class LeaseCallsSerializer(serializers.Serializer):
     limit = serializers.CharField(allow_null=True, help_text="Spending limit in USD, a decimal number; null: no limit.")
+    token_limit = serializers.IntegerField(allow_null=True, help_text="Limit of input and output tokens; null: no limit.")
     spent = serializers.CharField(help_text="Cost in USD of the calls of known price.")
     estimated_usd = serializers.CharField(help_text="Estimated part of `spent`.")
     unpriced_calls = serializers.IntegerField(help_text="Forwarded calls that have ended, of unknown cost.")
@@ -171,6 +172,7 @@ def serialize_call_totals(total: CallTotals) -> dict[str, Any]:
 def serialize_lease_calls(lease: Lease, total: CallTotals) -> dict[str, Any]:
     return {
         "limit": None if lease.llm_limit is None else format_usd(lease.llm_limit),
+        "token_limit": lease.llm_token_limit,
         "spent": format_usd(total.spent),
         "estimated_usd": format_usd(total.estimated),
         "unpriced_calls": total.unpriced,

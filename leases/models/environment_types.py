@@ -124,6 +124,10 @@ class EnvironmentType(ResourceLimits):
         max_digits=18, decimal_places=9, null=True, blank=True, validators=[MinValueValidator(0)],
         verbose_name="spend limit", help_text="Model-call budget of each new lease, USD. Empty: no limit.",
     )  # fmt: skip
+    llm_token_limit = models.BigIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(0)], verbose_name="token limit",
+        help_text="Input and output tokens of the model calls of each new lease. Empty: no limit.",
+    )  # fmt: skip
     open_to_project = models.BooleanField(
         default=False, db_default=False,
         help_text="Every agent of the project may enter a new environment of this type, as in a game. Otherwise only the "

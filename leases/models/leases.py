@@ -88,6 +88,10 @@ class Lease(models.Model):
         max_digits=18, decimal_places=9, null=True, blank=True, verbose_name="spend limit",
         help_text="Model-call budget of this lease, USD. Empty: no limit.",
     )  # fmt: skip
+    llm_token_limit = models.BigIntegerField(
+        null=True, blank=True, verbose_name="token limit",
+        help_text="Input and output tokens of this lease's model calls. Empty: no limit.",
+    )  # fmt: skip
     llm_enabled = models.BooleanField(
         default=True, db_default=True, editable=False, verbose_name="model proxy",
         help_text="Model calls of its sandboxes are answered, within policy and limits.",

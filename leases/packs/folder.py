@@ -34,7 +34,7 @@ VERSION_PATTERN = re.compile(r"[0-9]+(\.[0-9]+){0,3}([-+.][A-Za-z0-9.-]+)?")
 MAX_VERSION_LENGTH = 50  # leaves room for the suffix of installation.py
 DEFAULT_KEYS = frozenset({
     "expiry_conditions", "ttl", "max_ttl", "sleep_after", "suspend_after", "auto_stop", "auto_delete", "snapshot_excludes",
-    "turn_argv", "turn_timeout", "llm_limit", "policy",
+    "turn_argv", "turn_timeout", "llm_limit", "llm_token_limit", "policy",
 })  # fmt: skip
 
 

@@ -151,6 +151,8 @@ def _parse_defaults(defaults: Mapping[str, Any], environment_type: str) -> dict[
             values["llm_limit"] = Decimal(str(values["llm_limit"]))
         except InvalidOperation as error:
             raise InvalidPack("pack.toml", "environment_type.llm_limit: must be an amount in USD.") from error
+    if not isinstance(values.get("llm_token_limit", 0), int) or isinstance(values.get("llm_token_limit"), bool):
+        raise InvalidPack("pack.toml", "environment_type.llm_token_limit: must be a whole number of tokens.")
     if "turn_argv" in values and isinstance(values["turn_argv"], list):
         folder = f"/data/skills/{environment_type}"
         values["turn_argv"] = [str(word).replace("{skill}", folder) for word in values["turn_argv"]]

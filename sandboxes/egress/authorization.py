@@ -13,6 +13,7 @@ from uuid import UUID
 from django.conf import settings
 from django.db import transaction
 
+from sandboxes.call_limits import CallLimits
 from sandboxes.db import sql
 from sandboxes.egress import billing_accounts, model_pricing, spending
 from sandboxes.egress.estimates import FREE_PATHS, TokenEstimate
@@ -107,7 +108,7 @@ def open_model_call(
     """Authorize a model call and write its row before anything is sent upstream. `size` is the request body's, in bytes.
 
     The row reserves the estimated price and tokens. Raise CallRefused, after recording the refusal, if policy, call rate,
-    budget or spend limit forbid the call."""
+    budget, spend limit or token limit forbid the call."""
     reserved = _estimate_price(path, model, estimate, now=now)
     tokens = 0 if path in FREE_PATHS else estimate.total
 
@@ -127,7 +128,7 @@ def open_model_call(
         _check_call_rate(caller, policy)
         _check_budget(caller, now)
         call = CallReservation(caller.holder, caller.sandbox.agent_did, model, reserved, tokens)
-        return spending.require_funds(call, caller.sandbox.llm_limit, now=now)
+        return spending.require_funds(call, CallLimits.of(caller.sandbox), now=now)
 
     return _admit_call(slot, build, check, now=now)
 

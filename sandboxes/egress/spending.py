@@ -1,17 +1,19 @@
 """Limits on the cost and the tokens of model calls.
 
-The app that derives costs registers the check of budgets and the sum of a lease's calls.
+The app that derives costs registers the check of budgets and the sums of a lease's calls.
 
 A call is admitted only if what is spent, the reservations of all calls in flight, and its own reservation fit into every
 limit. The reservation is the call's estimated price and tokens. Those that it had replace them when the call ends
 (sandboxes.egress.settlement)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
+from typing import Literal
 from uuid import UUID
 
+from sandboxes.call_limits import CallLimits
 from sandboxes.egress.refusals import CallRefused
 
 
@@ -40,15 +42,16 @@ class Funds:
 NO_LIMIT = Funds()
 # Check of the budgets of a lease, in the admitting transaction. Raise CallRefused.
 BudgetCheck = Callable[[CallReservation, datetime], Funds]
-# Cost of a lease's ended calls and the reservations of its open ones, in USD.
-LeaseSum = Callable[[UUID], Decimal]
+CallUnit = Literal["usd", "tokens"]
+# Sum of a lease's ended calls and the reservations of its open ones, in a unit.
+LeaseSum = Callable[[UUID, CallUnit], Decimal]
 
 
 def _no_budgets(call: CallReservation, now: datetime) -> Funds:
     return NO_LIMIT
 
 
-def _no_costs(holder: UUID) -> Decimal:
+def _no_costs(holder: UUID, unit: CallUnit) -> Decimal:
     return Decimal(0)
 
 
@@ -57,42 +60,62 @@ _sum_lease: LeaseSum = _no_costs
 
 
 def register(check_budgets: BudgetCheck, sum_lease: LeaseSum) -> None:
-    """Set the check of budgets and the sum of a lease's calls."""
+    """Set the check of budgets and the sums of a lease's calls."""
     global _check_budgets, _sum_lease
     _check_budgets, _sum_lease = check_budgets, sum_lease
 
 
-def require_funds(call: CallReservation, limit: Decimal | None, *, now: datetime) -> Funds:
-    """Check a call against the lease's spend limit and all budgets. Return what remains after its reservation.
+def require_funds(call: CallReservation, limits: CallLimits, *, now: datetime) -> Funds:
+    """Check a call against the lease's own limits and all budgets. Return what remains after its reservation.
 
     Raise CallRefused. Call it in the transaction that writes the call's row, with the sandbox's row locked. A call that is
     free of charge passes the limits in USD, and a call without tokens those in tokens."""
-    is_limited = limit is not None and call.usd != 0
-    remaining = [_check_spend_limit(call, limit)] if limit is not None and is_limited else []
     if call.usd == 0 and call.tokens == 0:
         return NO_LIMIT
+    usd = _check_usd_limit(call, limits.usd) if limits.usd is not None and call.usd != 0 else None
+    tokens = _check_token_limit(call, limits.tokens) if limits.tokens is not None and call.tokens else None
     budgets = _check_budgets(call, now)
-    remaining += [] if budgets.remaining_usd is None else [budgets.remaining_usd]
-    return replace(budgets, has_limit=budgets.has_limit or is_limited, remaining_usd=min(remaining, default=None))
+    return Funds(
+        has_limit=budgets.has_limit or usd is not None or tokens is not None,
+        remaining_usd=_get_smaller(usd, budgets.remaining_usd),
+        remaining_tokens=_get_smaller(tokens, budgets.remaining_tokens),
+    )
 
 
-def _check_spend_limit(call: CallReservation, limit: Decimal) -> Decimal:
-    """Return what remains of the limit. Raise CallRefused."""
+def _get_smaller(first: Decimal | None, second: Decimal | None) -> Decimal | None:
+    return min((rest for rest in (first, second) if rest is not None), default=None)
+
+
+def _check_usd_limit(call: CallReservation, limit: Decimal) -> Decimal:
+    """Return what remains of the lease's limit in USD. Raise CallRefused."""
     if call.usd is None:
         raise build_not_priced_refusal(call.model)
-    spent = _sum_lease(call.holder)
-    if spent >= limit or spent + call.usd > limit:
-        amounts = {"limit_usd": format_amount(limit), "spent_usd": format_amount(spent), "call_usd": format_amount(call.usd)}
-        raise CallRefused(402, "spend_limit_reached", _describe_spend_limit(call.usd, spent, limit), **amounts)
-    return limit - spent - call.usd
+    return _check_limit("usd", call.holder, call.usd, limit)
 
 
-def _describe_spend_limit(usd: Decimal, spent: Decimal, limit: Decimal) -> str:
+def _check_token_limit(call: CallReservation, limit: int) -> Decimal:
+    """Return what remains of the lease's limit in tokens. Raise CallRefused."""
+    return _check_limit("tokens", call.holder, Decimal(call.tokens), Decimal(limit))
+
+
+def _check_limit(unit: CallUnit, holder: UUID, needed: Decimal, limit: Decimal) -> Decimal:
+    spent = _sum_lease(holder, unit)
+    if spent < limit and spent + needed <= limit:
+        return limit - spent - needed
+    code = "spend_limit_reached" if unit == "usd" else "token_limit_reached"
+    amounts = {f"limit_{unit}": limit, f"spent_{unit}": spent, f"call_{unit}": needed}
+    details = {name: format_amount(amount) for name, amount in amounts.items()}
+    raise CallRefused(402, code, _describe_limit(unit, needed, spent, limit), **details)
+
+
+def _describe_limit(unit: CallUnit, needed: Decimal, spent: Decimal, limit: Decimal) -> str:
+    label = "USD" if unit == "usd" else "tokens"
     if spent >= limit:
-        return f"This lease has reached its limit of {format_amount(limit)} USD for model calls."
+        return f"This lease has reached its limit of {format_amount(limit)} {label} for model calls."
+    call = f"{'cost' if unit == 'usd' else 'use'} {format_amount(needed)} {label}"
     return (
-        f"This call may cost {format_amount(usd)} USD, and {format_amount(limit - spent)} of the lease's limit of "
-        f"{format_amount(limit)} USD are left. Request fewer tokens (max_tokens), or have the limit raised."
+        f"This call may {call}, and {format_amount(limit - spent)} of the lease's limit of {format_amount(limit)} {label} are "
+        f"left. Request fewer tokens (max_tokens), or have the limit raised."
     )
 
 
@@ -104,5 +127,5 @@ def build_not_priced_refusal(model: str) -> CallRefused:
     return CallRefused(402, "model_not_priced", message)
 
 
-def format_amount(usd: Decimal) -> str:
-    return f"{usd.normalize():f}"
+def format_amount(amount: Decimal) -> str:
+    return f"{amount.normalize():f}"

@@ -99,6 +99,9 @@ class Sandbox(models.Model):
     llm_limit = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, help_text="Spend limit of the lease's model calls, USD."
     )
+    llm_token_limit = models.BigIntegerField(
+        null=True, blank=True, help_text="Token limit of the lease's model calls. Empty: no limit."
+    )
     llm_enabled = models.BooleanField(
         default=True, db_default=True, editable=False, help_text="Its model calls are answered, within policy and limits."
     )

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from decimal import Decimal
 from typing import Any
 
 import structlog
@@ -18,6 +17,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Q
 
 from sandboxes import eviction, providers, suspension
+from sandboxes.call_limits import CallLimits
 from sandboxes.db import dialect, sql
 from sandboxes.db.clock import clock_from
 from sandboxes.deferred_writes import end_if_unanswered
@@ -273,9 +273,10 @@ def claim_warm(request: SandboxRequest, *, now: datetime, actor: str = "") -> Sa
             changes: dict[str, Any] = {
                 "holder": request.holder, "agent_did": request.agent_did, "environment_id": request.environment_id,
                 "idle_after": request.idle_after, "last_used_at": now, "idle_at": now + request.idle_after, "prepared": False,
-                "excludes": [*terms.excludes], "llm_limit": terms.llm_limit, "llm_enabled": terms.llm_enabled, "policy": policy,
+                "excludes": [*terms.excludes], "llm_enabled": terms.llm_enabled, "policy": policy,
                 "final_persist": request.final_persist, "suspend_after": _resolve_suspend_after(terms, request.pool),
                 "held_until": terms.held_until, "auto_stop": terms.auto_stop, "auto_delete": terms.auto_delete,
+                **terms.call_limits.columns,
             }  # fmt: skip
             claimed = advance(
                 sandbox.pk,
@@ -366,7 +367,8 @@ def _insert_reservation(request: SandboxRequest, *, now: datetime, actor: str) -
     with end_if_unanswered(claim.end, claim), transaction.atomic(durable=True):
         terms = request.guard.fence()
         _record_placement(request, now=now)
-        sandbox.excludes, sandbox.llm_limit, sandbox.policy = [*terms.excludes], terms.llm_limit, _resolve_policy(terms)
+        sandbox.excludes, sandbox.policy = [*terms.excludes], _resolve_policy(terms)
+        sandbox.llm_limit, sandbox.llm_token_limit = terms.call_limits.usd, terms.call_limits.tokens
         sandbox.llm_enabled, sandbox.suspend_after = terms.llm_enabled, _resolve_suspend_after(terms, request.pool)
         sandbox.held_until, sandbox.auto_stop, sandbox.auto_delete = terms.held_until, terms.auto_stop, terms.auto_delete
         position = _find_position(request, now=now)  # before _take_quota, which changes the order
@@ -521,11 +523,11 @@ def _refuse_if_draining(pool: Pool) -> None:
         raise PoolDraining(f'The pool "{pool}" accepts no new sandboxes: an operator is draining it.')
 
 
-def set_llm_limit(holder: uuid.UUID, limit: Decimal | None) -> None:
-    """Copy a spend limit, in USD, to the holder's live sandbox. None: unlimited. The limit applies from the next model call on.
+def set_call_limits(holder: uuid.UUID, limits: CallLimits) -> None:
+    """Copy the limits on model calls to the holder's live sandbox. They apply from the next call on.
 
-    Call this function in the transaction that changes the holder's own limit."""
-    Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).update(llm_limit=limit)
+    Call this function in the transaction that changes the holder's own limits."""
+    Sandbox.objects.filter(holder=holder).exclude(state__in=GONE_STATES).update(**limits.columns)
 
 
 def set_draining(pool: Pool, *, draining: bool, actor: str = "") -> bool:

@@ -22,7 +22,7 @@ from django.utils import timezone
 from billing import metering, statements
 from billing.dates import start_of_day
 from billing.models import Account, Membership
-from leases import api_keys, budget_enforcement, execution, fork, leasing, snapshots, spend_limits, sweeps, turns
+from leases import api_keys, budget_enforcement, call_limits, execution, fork, leasing, snapshots, sweeps, turns
 from leases.agent_runs.models import AgentRun
 from leases.agent_runs.recorder import store_message
 from leases.coding import repositories
@@ -302,7 +302,8 @@ def _seed_llm_calls(now: datetime) -> None:
     for usd, since in (("0.15", now - 30 * DAY), ("0.12", now + 5 * DAY)):
         create_rates("gpt-4o-mini*", input=usd, cache_read="0.075", output="0.6", since=since)
     lease = _acquire_used_lease(ADA, "essay", now - 2 * HOUR)
-    spend_limits.set_spend_limit(lease.pk, Decimal("0.005"), now=now - HOUR, actor="operator", detail="it writes long essays")
+    limits = {"usd": Decimal("0.005"), "tokens": 200_000}
+    call_limits.change_call_limits(lease.pk, limits, now=now - HOUR, actor="operator", detail="it writes long essays")
     for number, (outcome, status, code, priced) in enumerate((
         ("ok", 200, "", "record"), ("ok", 200, "", "upstream"), ("ok", 200, "", "rate"), ("ok", 200, "", ""),
         ("cut", 200, "caller_gone", "rate"), ("failed", 502, "upstream_failed", ""), ("lost", None, "", ""),

@@ -14,9 +14,11 @@ from django.test import Client
 from django.utils import timezone
 from django.utils.html import conditional_escape
 
+from billing import budgets
 from leases import execution, leasing
 from leases.models import Agent, Lease
 from sandboxes.admin.base.formatting import SummaryField
+from sandboxes.call_limits import CallLimits
 from sandboxes.egress import authorization
 from sandboxes.egress.estimates import TokenEstimate
 from sandboxes.egress.refusals import CallRefused
@@ -195,37 +197,69 @@ def test_an_agents_page_sums_up_its_last_thirty_days(viewer: Client, metered_lea
     assert len(listed(viewer, links(fields["Model cost"])["2 calls unpriced"])) == 2
 
 
-# --- spend limit --------------------------------------------------------------------------------------------------
+# --- limits on model calls ----------------------------------------------------------------------------------------
 
 
-def set_limit(client: Client, lease: Lease, limit: str) -> Any:
-    return client.post(row_url(lease, "limit_spending"), WHY | {"limit": limit})
+def set_limits(client: Client, lease: Lease, limit: str = "", token_limit: str = "", shown: CallLimits | None = None) -> Any:
+    """Submit the dialog, which was opened when the lease had the limits `shown`, by default the present ones."""
+    shown = shown or CallLimits.of(Lease.objects.get(pk=lease.pk))
+    hidden = {
+        "initial-limit": "" if shown.usd is None else f"{shown.usd.normalize():f}",
+        "initial-token_limit": "" if shown.tokens is None else str(shown.tokens),
+    }
+    return client.post(row_url(lease, "limit_calls"), WHY | {"limit": limit, "token_limit": token_limit} | hidden)
 
 
-def limits(lease: Lease) -> tuple[Decimal | None, Decimal | None]:
+def limits(lease: Lease) -> CallLimits:
+    """Return the limits of a lease, which are also those of its sandbox."""
     sandbox = allocation.find_by_holder(lease.pk)
     assert sandbox
-    return Lease.objects.get(pk=lease.pk).llm_limit, sandbox.llm_limit
+    found = CallLimits.of(Lease.objects.get(pk=lease.pk))
+    assert found == CallLimits.of(sandbox)
+    return found
 
 
-def test_an_operator_raises_lowers_and_lifts_the_limit_of_a_lease(operator: Client, metered_lease: Lease) -> None:
-    assert b"Spend limit" in operator.get(row_url(metered_lease)).content
-    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3)
-    shown = fetch(operator, row_url(metered_lease, "limit_spending"))
-    assert "1.75 USD" in shown and "3 USD" in shown and 'value="3"' in shown
-    for limit, now, event in (
-        ("1.5", Decimal("1.5"), "1.5 USD instead of 3 USD"),
-        ("0.000000001", Decimal("1e-9"), "0.000000001 USD instead of 1.5 USD"),
-        ("20", Decimal(20), "20 USD instead of 0.000000001 USD"),
-        ("", None, "no limit instead of 20 USD"),
+def test_an_operator_raises_lowers_and_lifts_the_limits_of_a_lease(operator: Client, metered_lease: Lease) -> None:
+    assert b"Call limits" in operator.get(row_url(metered_lease)).content
+    assert "1.75 USD (no limit)" in fetch(operator, row_url(metered_lease, "limit_calls"))
+    Lease.objects.filter(pk=metered_lease.pk).update(llm_limit=3, llm_token_limit=50_000)
+    shown = fetch(operator, row_url(metered_lease, "limit_calls"))
+    assert "1.75 USD of 3 USD" in shown and "of 50,000 tokens" in shown
+    for name, value in (("limit", "3"), ("initial-limit", "3"), ("token_limit", "50000"), ("initial-token_limit", "50000")):
+        assert re.search(rf'<input[^>]* name="{name}"[^>]* value="{value}"', shown), name
+    for limit, token_limit, expected, event in (
+        ("1.5", "50000", CallLimits(Decimal("1.5"), 50_000), "1.5 USD instead of 3 USD"),
+        ("0.000000001", "50000", CallLimits(Decimal("1e-9"), 50_000), "0.000000001 USD instead of 1.5 USD"),
+        ("20", "7", CallLimits(Decimal(20), 7), "20 USD instead of 0.000000001 USD, 7 tokens instead of 50000 tokens"),
+        ("20", "", CallLimits(Decimal(20), None), "no token limit instead of 7 tokens"),
+        ("", "", CallLimits(), "no spend limit instead of 20 USD"),
     ):
-        assert list_messages(set_limit(operator, metered_lease, limit))[-1] == "1 lease updated with the new spend limit."
-        assert limits(metered_lease) == (now, now)
+        changed = set_limits(operator, metered_lease, limit, token_limit)
+        assert list_messages(changed)[-1] == "1 lease updated with the new limits."
+        assert limits(metered_lease) == expected
         last = metered_lease.events.first()
         assert last
         assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: it was agreed")
-        assert LogEntry.objects.first().get_change_message() == "Set spend limit: it was agreed"  # type: ignore[union-attr]
+        entry = LogEntry.objects.first()
+        assert entry and entry.get_change_message() == "Set limits on model calls: it was agreed"
     assert event in fetch(operator, row_url(metered_lease))
+
+
+def test_a_limit_that_was_not_edited_keeps_a_concurrent_change(operator: Client, metered_lease: Lease) -> None:
+    ensure_sandbox(metered_lease)
+    set_limits(operator, metered_lease, "5", "1000")  # by another operator, after this one has opened the dialog
+    set_limits(operator, metered_lease, "3", "2000", shown=CallLimits(Decimal(3), 1000))
+    assert limits(metered_lease) == CallLimits(Decimal(5), 2000)
+
+
+def test_a_token_limit_is_a_bar_that_turns_red_when_it_is_reached(viewer: Client, metered_lease: Lease) -> None:
+    assert "Tokens of the limit" not in get_fields(viewer, row_url(metered_lease))
+    used = int(budgets.sum_lease_calls(metered_lease.pk, "tokens"))
+    assert used > 0
+    for limit, over in ((4 * used, False), (used, True)):
+        Lease.objects.filter(pk=metered_lease.pk).update(llm_token_limit=limit)
+        field = get_fields(viewer, row_url(metered_lease))["Tokens of the limit"]
+        assert (field.value, field.alarm, f"of {limit:,} tokens" in field.note) == (f"{used:,}", over, True)
 
 
 def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lease, settings: Any) -> None:
@@ -238,33 +272,39 @@ def test_a_limit_applies_from_the_next_call(operator: Client, metered_lease: Lea
             7, f"call-{number}", "/v1/messages", "m", streamed=False, size=1, estimate=TokenEstimate(1, 1), now=timezone.now()
         )
 
-    set_limit(operator, metered_lease, "1.75")
+    set_limits(operator, metered_lease, "1.75")
     with pytest.raises(CallRefused) as refused:
         ask(1)
     assert (refused.value.status, refused.value.code) == (402, "spend_limit_reached")
-    set_limit(operator, metered_lease, "1.76")
+    set_limits(operator, metered_lease, "1.76")
     ask(2)
     assert LlmCall.objects.get(call_id="call-2").outcome == "open"
 
 
-@pytest.mark.parametrize("limit", ["-1", "0.0000000001", "NaN", "Infinity", "much", "1e20"])
-def test_an_invalid_limit_is_explained(operator: Client, lease: Lease, limit: str) -> None:
-    again = set_limit(operator, lease, limit)
+@pytest.mark.parametrize(
+    ("limit", "token_limit"),
+    [
+        *((limit, "") for limit in ("-1", "0.0000000001", "NaN", "Infinity", "much", "1e20")),
+        *(("", limit) for limit in ("-1", "1.5", "many", "1e3", "9223372036854775808")),
+    ],
+)
+def test_an_invalid_limit_is_explained(operator: Client, lease: Lease, limit: str, token_limit: str) -> None:
+    again = set_limits(operator, lease, limit, token_limit)
     assert again.status_code == 200 and "HX-Redirect" not in again.headers
-    assert limits(lease) == (None, None)
+    assert limits(lease) == CallLimits()
 
 
 def test_the_same_limit_and_an_ended_lease_change_nothing(operator: Client, lease: Lease) -> None:
-    assert list_messages(set_limit(operator, lease, "")) == ["Nothing changed: the lease already has that limit."]
+    assert list_messages(set_limits(operator, lease)) == ["Nothing changed: the lease already has these limits."]
     leasing.end(lease.pk, reason="released", now=NOW)
-    assert list_messages(set_limit(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
+    assert list_messages(set_limits(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
     assert Lease.objects.get(pk=lease.pk).llm_limit is None
     assert not lease.events.filter(kind="spend_limit").exists() and not LogEntry.objects.exists()
-    assert "Spend limit…" not in fetch(operator, row_url(lease))
+    assert "Call limits…" not in fetch(operator, row_url(lease))
 
 
 @pytest.mark.parametrize("warm_target", [0, 1])
-def test_a_later_sandbox_gets_the_present_limit_of_its_lease(
+def test_a_later_sandbox_gets_the_present_limits_of_its_lease(
     operator: Client, grant: Callable[..., Lease], warm_target: int
 ) -> None:
     lease = grant()
@@ -272,10 +312,9 @@ def test_a_later_sandbox_gets_the_present_limit_of_its_lease(
     lease.pool.save(update_fields=["warm_target"])
     if warm_target:
         allocation.start_warm(lease.pool, now=NOW)
-    want = execution.build_sandbox_request(lease, now=NOW)  # a request that began before the limit was set
-    set_limit(operator, lease, "5")
-    assert allocation.ensure_running(want, now=NOW).llm_limit == 5
-    assert limits(lease) == (5, 5)
+    want = execution.build_sandbox_request(lease, now=NOW)  # a request that began before the limits were set
+    set_limits(operator, lease, "5", "6")
+    assert CallLimits.of(allocation.ensure_running(want, now=NOW)) == limits(lease) == CallLimits(Decimal(5), 6)
 
 
 # --- model rates --------------------------------------------------------------------------------------------------

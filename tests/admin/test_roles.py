@@ -102,7 +102,7 @@ def test_every_page_of_ours_has_a_role_and_a_menu_entry(viewer: Client) -> None:
 
 
 OPERATOR_ACTIONS = {
-    "lease": {"end_lease", "limit_spending"}, "cold": {"wake"},
+    "lease": {"end_lease", "limit_calls"}, "cold": {"wake"},
     "sandbox": {"evict", "restart", "take_snapshot", "destroy_now", "discard", "open_terminal"}, "process": {"connect"},
     "broken": {"retry_destroy", "discard"}, "snapshot": {"restore", "fork"}, "pool": {"drain"}, "host": {"declare_lost"},
     "paused_host": {"resume_starts"},

@@ -62,6 +62,7 @@ NOT_RECORDED = {
     "environments_create": "one for each game: the row has the time, and its participants have the key",
     "environments_start": "one for each game: the row has the time",
     "environments_end": "one for each game: the row has the time, and the events of its leases have the key",
+    "leases_calls_limits_update": "the events of the lease have the key and the change",
     "environments_create_coding_task": "one for each task: the row has the time and the key",
 }
 

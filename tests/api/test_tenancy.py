@@ -60,6 +60,7 @@ EXPECTED_NAMES = {
         "leases_sessions_get environments_get_position environments_post_event queued_runs_get queued_runs_interrupt "
         "agent_catalog_get agent_catalog_run runs_get templates_get budgets_get "
     ),
+    (404, 403): ("leases_calls_limits_update "),
     (403, 403): (
         "agents_stop environments_stop stop environments_create environments_update environments_start environments_end "
         "environments_add_participants "

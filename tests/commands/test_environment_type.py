@@ -30,13 +30,14 @@ def test_an_environment_type_is_added_changed_shown_and_listed() -> None:
     assert listed["chess"] == "chess pools default, policy web, ttl 3600s of 28800s, 2 end conditions"
     call(
         "environment_type", "set", "chess", "--policy", "none", "--auto-stop", "0", "--suspend-after", "5m", "--sleep-after",
-        "10m", "--llm-limit", "2.5", "--restricted",
+        "10m", "--llm-limit", "2.5", "--llm-token-limit", "70000", "--restricted",
     )  # fmt: skip
     document = json.loads(call("environment_type", "show", "chess", "--json"))
     assert (document["policy"], document["auto_stop"], document["suspend_after"]) == (None, 0, 300)
     assert (document["sleep_after"], document["llm_limit"], document["restricted"]) == ("10m", "2.5", True)
     assert (document["pools"], document["limits"]) == (["default"], [])
-    assert EnvironmentType.objects.get(name="chess").llm_limit == Decimal("2.5")
+    row.refresh_from_db()
+    assert (row.llm_limit, row.llm_token_limit) == (Decimal("2.5"), 70_000)
     call("environment_type", "set", "chess", "--suspend-after", "none", "--expiry-conditions")
     row.refresh_from_db()
     assert (row.suspend_after, row.expiry_conditions, row.policy) == (None, [], None)

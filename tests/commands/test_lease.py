@@ -1,4 +1,4 @@
-"""manage.py lease: list, show and renew."""
+"""manage.py lease: list, show, renew and limit."""
 
 import json
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from django.utils import timezone
 
 from leases import execution, leasing
 from leases.models import Lease
+from sandboxes.models import Sandbox
 from tests.commands.manage import call
 
 pytestmark = pytest.mark.django_db
@@ -78,6 +79,26 @@ def test_a_lease_is_renewed_and_an_ended_one_is_not(leases: dict[str, Lease]) ->
             call("lease", "renew", leases[name].pk)
 
 
+def test_limits_on_model_calls_are_printed_and_set(leases: dict[str, Lease]) -> None:
+    lease = leases["active"]
+    assert call("lease", "limit", lease.pk) == f"{lease.pk} USD none, tokens none\n"
+    assert call("lease", "limit", lease.pk, "--usd", "2.50") == f"{lease.pk} USD 2.5, tokens none\n"
+    limits = json.loads(call("lease", "limit", lease.pk, "--usd", "none", "--tokens", "7000", "--json"))
+    assert limits == {"limit": None, "token_limit": 7000}
+    assert Sandbox.objects.get(holder=lease.pk).llm_token_limit == 7000
+    with pytest.raises(CommandError, match=r"The lease ended \(released\)"):
+        call("lease", "limit", leases["ended"].pk, "--tokens", "1")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--usd", "-1"), ("--usd", "NaN"), ("--usd", "much"), ("--tokens", "1.5"), ("--tokens", "-1")]
+)
+def test_an_invalid_limit_names_its_option(leases: dict[str, Lease], option: str, value: str) -> None:
+    with pytest.raises(CommandError, match=f"{option}: .* Or 'none'"):
+        call("lease", "limit", leases["active"].pk, f"{option}={value}")
+    assert Lease.objects.get(pk=leases["active"].pk).llm_limit is None
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -86,6 +107,7 @@ def test_a_lease_is_renewed_and_an_ended_one_is_not(leases: dict[str, Lease]) ->
         (["list", "--type", "chess"], "no environment type 'chess'"),
         (["list", "--status", "ended"], "invalid choice"), (["show", "x"], "is not a lease id"),
         (["show", NO_LEASE], "no such lease"), (["renew", NO_LEASE], "no such lease"),
+        (["limit", NO_LEASE], "no such lease"), (["limit", NO_LEASE, "--usd", "1"], "no such lease"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_named(args: list[str], message: str) -> None:

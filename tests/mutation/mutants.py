@@ -930,9 +930,16 @@ MUTANTS = (
     Mutant(
         name="spend-limit-off-by-one",
         path="sandboxes/egress/spending.py",
-        before="if spent >= limit or spent + call.usd > limit:",
-        after="if spent >= limit or spent + call.usd >= limit:",
+        before="if spent < limit and spent + needed <= limit:",
+        after="if spent < limit and spent + needed < limit:",
         tests=[f"{TEST_CALL_ADMISSION}::test_spend_limit_counts_each_call_at_its_rate_when_it_ends"],
+    ),
+    Mutant(
+        name="token-limit-in-usd",
+        path="sandboxes/egress/spending.py",
+        before="spent = _sum_lease(holder, unit)",
+        after='spent = _sum_lease(holder, "usd")',
+        tests=[f"{TEST_CALL_ADMISSION}::test_token_limit_counts_calls_in_flight_and_metered_ones_once"],
     ),
     Mutant(
         name="spend-limit-without-calls-in-flight",

@@ -1,26 +1,33 @@
-"""manage.py lease: list, show and renew leases, as the HTTP API does."""
+"""manage.py lease: list, show and renew leases and limit their model calls, as the HTTP API does."""
 
 import json
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand
+from django.core.exceptions import ValidationError
+from django.core.management.base import BaseCommand, CommandError
 from django.db.models import QuerySet
 
 from billing.management.options import format_table
-from leases import leasing
+from leases import call_limits, leasing
+from leases.api.call_limits import serialize_call_limits
 from leases.api.lease_documents import build_lease_document, build_status_filter
 from leases.api.leases import render_lease_detail
 from leases.api.llm_calls import render_grouped_calls
 from leases.call_totals import GROUP_COLUMNS
 from leases.management.base import parse_did, parse_environment_id, parse_lease_id, report_errors
-from leases.models import Lease, LeaseStatus
+from leases.management.limit_options import NO_LIMIT
+from leases.models import EnvironmentType, Lease, LeaseStatus
 from leases.placement import find_type
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
+
+LIMIT_FIELDS = {field.name: field for field in EnvironmentType._meta.concrete_fields}
+LIMIT_COLUMNS = {"usd": "llm_limit", "tokens": "llm_token_limit"}  # by option
 
 
 class Command(BaseCommand):
-    help = "List, show and renew leases. Further verbs are commands of their own: acquire, join, exec, restart, release."
+    help = "List, show, renew and limit leases. Further verbs are commands of their own: acquire, join, exec, restart, release."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -35,9 +42,12 @@ class Command(BaseCommand):
         calls.add_argument("--by", choices=[*GROUP_COLUMNS], default="run", help="group calls by this (default: %(default)s)")
         calls.add_argument("--limit", type=int, default=100, help="maximum number of groups; default: %(default)s")
         renew = actions.add_parser("renew", help="extend a lease to its ttl from now, at most to its hard limit")
-        for parser_ in (listing, show, calls, renew):
+        limit = actions.add_parser("limit", help="print the limits on a lease's model calls, or set those that are stated")
+        limit.add_argument("--usd", metavar="USD", help=f"for all its model calls, past ones included; {NO_LIMIT!r}: no limit")
+        limit.add_argument("--tokens", metavar="NUMBER", help=f"input and output of all its calls; {NO_LIMIT!r}: no limit")
+        for parser_ in (listing, show, calls, renew, limit):
             parser_.add_argument("--json", action="store_true", help="one line of JSON, as the HTTP API answers")
-        for parser_ in (show, calls, renew):
+        for parser_ in (show, calls, renew, limit):
             parser_.add_argument("lease", metavar="LEASE_ID")
 
     def handle(self, *args: Any, action: str, verbosity: int, **options: Any) -> None:
@@ -77,6 +87,29 @@ class Command(BaseCommand):
         lease = Lease.objects.get(pk=parse_lease_id(options["lease"]))
         until = leasing.renew(lease, now=database_time.now()).isoformat(timespec="seconds")
         self.stdout.write(json.dumps({"expires_at": until}) if options["json"] else f"{lease.pk} renewed until {until}")
+
+    def _limit(self, options: dict[str, Any]) -> None:
+        pk, now = parse_lease_id(options["lease"]), database_time.now()
+        changes = {
+            name: _parse_limit(f"--{name}", column, options[name])
+            for name, column in LIMIT_COLUMNS.items()
+            if options[name] is not None
+        }
+        if changes:
+            leasing.require_active(pk, now=now)
+            call_limits.change_call_limits(pk, changes, now=now, actor=COMMAND_LINE)
+        document = serialize_call_limits(Lease.objects.get(pk=pk))
+        usd, tokens = (NO_LIMIT if value is None else value for value in document.values())
+        self.stdout.write(json.dumps(document) if options["json"] else f"{pk} USD {usd}, tokens {tokens}")
+
+
+def _parse_limit(option: str, column: str, text: str) -> Any:
+    if text == NO_LIMIT:
+        return None
+    try:
+        return LIMIT_FIELDS[column].clean(text, None)
+    except ValidationError as error:
+        raise CommandError(f"{option}: {error.messages[0]} Or {NO_LIMIT!r}.") from None
 
 
 def _select(options: dict[str, Any]) -> QuerySet[Lease]:

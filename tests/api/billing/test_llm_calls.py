@@ -4,7 +4,8 @@ from decimal import Decimal
 
 import pytest
 
-from leases.models import EnvironmentType, Turn
+from leases import leasing
+from leases.models import EnvironmentType, Lease, Turn
 from sandboxes.models import LlmCall, Run
 from tests.api.conftest import ApiClient
 from tests.conftest import MINUTE, NOW
@@ -50,11 +51,12 @@ def test_every_page_has_the_totals_of_all_calls(ada: ApiClient, lease) -> None:
     assert first["total"] == second["total"] and second["total"]["cost_usd"] == "3"
 
 
-def test_a_lease_has_its_llm_spending_and_limit(ada: ApiClient, acquire_body) -> None:
-    EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"))
+def test_a_lease_has_its_llm_spending_and_limits(ada: ApiClient, acquire_body) -> None:
+    EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"), llm_token_limit=7000)
     lease = ada.post("leases", acquire_body()).json()
     zeros = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
-    assert ada.get(f"leases/{lease['id']}").json()["llm"] == {"limit": "5.5", "spent": "0", "estimated_usd": "0", **zeros}
+    limits = {"limit": "5.5", "token_limit": 7000}
+    assert ada.get(f"leases/{lease['id']}").json()["llm"] == {**limits, "spent": "0", "estimated_usd": "0", **zeros}
     create_call(lease, 1, cost=Decimal("0.0123"), input_tokens=10, output_tokens=1)
     create_call(lease, 2, cost=Decimal("0.1"), outcome="cut", priced="estimate", input_tokens=4)
     for number, outcome in enumerate(("ok", "failed", "lost", "refused"), start=3):
@@ -62,14 +64,56 @@ def test_a_lease_has_its_llm_spending_and_limit(ada: ApiClient, acquire_body) ->
     create_call(lease, 7, outcome="open", ended_at=None)
     create_call(lease, 8, kind="relay")
     assert ada.get(f"leases/{lease['id']}").json()["llm"] == {
-        "limit": "5.5", "spent": "0.1123", "estimated_usd": "0.1", "unpriced_calls": 3, "calls": 7, "refused": 1,
+        **limits, "spent": "0.1123", "estimated_usd": "0.1", "unpriced_calls": 3, "calls": 7, "refused": 1,
         "input_tokens": 14, "output_tokens": 1,
     }  # fmt: skip
 
 
 def test_no_limit_is_null_and_only_the_lease_detail_has_spending(ada: ApiClient, lease) -> None:
-    assert ada.get(f"leases/{lease['id']}").json()["llm"]["limit"] is None
+    spending = ada.get(f"leases/{lease['id']}").json()["llm"]
+    assert (spending["limit"], spending["token_limit"]) == (None, None)
     assert "llm" not in lease and "llm" not in ada.get("leases").json()["results"][0]
+
+
+def test_an_operator_sets_each_limit_and_leaves_the_other(operator: ApiClient, ada: ApiClient, lease) -> None:
+    url = f"leases/{lease['id']}/calls/limits"
+    for change, limit, token_limit in (
+        ({"limit": "2.50"}, "2.5", None),
+        ({"token_limit": 7000}, "2.5", 7000),
+        ({"limit": None}, None, 7000),
+        ({"limit": "0", "token_limit": 0}, "0", 0),
+        ({"limit": "0"}, "0", 0),
+    ):
+        limits = {"limit": limit, "token_limit": token_limit}
+        assert operator("PATCH", url, change).json() == limits
+        spending = ada.get(f"leases/{lease['id']}").json()["llm"]
+        assert {name: spending[name] for name in limits} == limits
+    events = Lease.objects.get(pk=lease["id"]).events.filter(kind="spend_limit").order_by("pk")
+    assert [event.reason for event in events] == [
+        "2.5 USD instead of no spend limit", "7000 tokens instead of no token limit", "no spend limit instead of 2.5 USD",
+        "0 USD instead of no spend limit, 0 tokens instead of 7000 tokens",
+    ]  # fmt: skip
+    assert {event.actor.partition(" ")[0] for event in events} == {"key"}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({}, "limit"), ({"limit": 5}, "limit"), ({"limit": "-1"}, "limit"), ({"limit": "0.0000000001"}, "limit"),
+        ({"limit": "NaN"}, "limit"), ({"token_limit": "7"}, "token_limit"), ({"token_limit": 1.5}, "token_limit"),
+        ({"token_limit": -1}, "token_limit"), ({"token_limit": 2**63}, "token_limit"), ({"tokens": 1}, "tokens"),
+    ],
+)  # fmt: skip
+def test_an_invalid_limit_names_its_field(operator: ApiClient, lease, change: dict, field: str) -> None:
+    problem = operator("PATCH", f"leases/{lease['id']}/calls/limits", change)
+    assert (problem.status_code, [each["field"] for each in problem.json()["errors"]]) == (400, [field])
+    assert Lease.objects.get(pk=lease["id"]).llm_limit is None
+
+
+def test_the_limits_of_an_ended_lease_are_not_changed(operator: ApiClient, lease) -> None:
+    leasing.end(Lease.objects.get(pk=lease["id"]).pk, reason="released", now=NOW)
+    assert operator("PATCH", f"leases/{lease['id']}/calls/limits", {"limit": "1"}).status_code == 410
+    assert Lease.objects.get(pk=lease["id"]).llm_limit is None
 
 
 def test_calls_are_summed_by_run_turn_and_model(ada: ApiClient, lease) -> None:

@@ -1,4 +1,4 @@
-"""Limits in USD on model calls: a call is admitted only if its estimated price fits, and settled at its price at once."""
+"""Limits on model calls: a call is admitted only if its estimate fits, and settled at its price and tokens at once."""
 
 import random
 import subprocess
@@ -14,6 +14,7 @@ from billing import budgets, costs, derivation, metering
 from billing.budgets import call_admission
 from billing.models import Budget, UsageRecord
 from leases.models import Lease
+from sandboxes.call_limits import CallLimits
 from sandboxes.egress import settlement
 from sandboxes.egress.estimates import TokenEstimate
 from sandboxes.egress.refusals import CallRefused
@@ -54,8 +55,9 @@ def start(grant: AnyCallable, agent: str = ADA, environment: str = "game-1", **r
     return lease
 
 
-def limit_spending(lease: Lease, usd: str) -> None:
-    Sandbox.objects.filter(holder=lease.pk).update(llm_limit=Decimal(usd))
+def limit_spending(lease: Lease, usd: str | None = None, tokens: int | None = None) -> None:
+    limits = CallLimits(None if usd is None else Decimal(usd), tokens)
+    Sandbox.objects.filter(holder=lease.pk).update(**limits.columns)
 
 
 def get_refusal(lease: Lease, *arguments: Any, **fields: Any) -> CallRefused:
@@ -65,7 +67,7 @@ def get_refusal(lease: Lease, *arguments: Any, **fields: Any) -> CallRefused:
     return caught.value
 
 
-# --- spend limit of a lease -------------------------------------------------------------------------------------------
+# --- limits of a lease ------------------------------------------------------------------------------------------------
 
 
 def test_spend_limit_counts_each_call_at_its_rate_when_it_ends(lease: Lease) -> None:
@@ -103,22 +105,68 @@ def test_free_requests_pass_a_reached_limit(lease: Lease) -> None:
     assert row.reserved == 0
 
 
+def test_token_limit_counts_each_call_when_it_ends_also_without_a_price(lease: Lease) -> None:
+    limit_spending(lease, tokens=2700)
+    for model, reported, tokens in ((MODEL, 900, 900), ("unknown", 800, 800), (MODEL, None, 400)):
+        row = close_call(open_call(lease, model=model), reported)
+        assert (row.reserved_tokens, row.tokens) == (1000, tokens)  # without a report, the estimate of the input
+    refusal = get_refusal(lease, TokenEstimate(600, 1))
+    assert (refusal.status, refusal.code) == (402, "token_limit_reached")
+    assert refusal.details == {"limit_tokens": "2700", "spent_tokens": "2100", "call_tokens": "601"}
+    assert "use 601 tokens, and 600 of the lease's limit of 2700 tokens are left" in refusal.message
+    close_call(open_call(lease, TokenEstimate(600, 0)), 600)
+    assert get_refusal(lease, TokenEstimate(1, 0)).message == "This lease has reached its limit of 2700 tokens for model calls."
+
+
+def test_token_limit_counts_calls_in_flight_and_metered_ones_once(lease: Lease) -> None:
+    limit_spending(lease, tokens=3000)
+    close_call(open_call(lease), 900)
+    metering.meter_usage(now=NOW)
+    assert budgets.sum_lease_calls(lease.pk, "tokens") == 900
+    first = open_call(lease)
+    get_refusal(lease, TokenEstimate(600, 501))
+    close_call(first, 500)  # fewer than estimated
+    assert open_call(lease, TokenEstimate(1000, 600)).reserved_tokens == 1600
+    assert budgets.sum_lease_calls(lease.pk, "tokens") == 3000
+
+
+def test_requests_without_tokens_pass_a_reached_token_limit(lease: Lease) -> None:
+    limit_spending(lease, tokens=0)
+    get_refusal(lease)
+    assert open_call(lease, TokenEstimate(10**6, 0), path="/v1/messages/count_tokens").reserved_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("usd", "tokens", "code"),
+    [("0.02", 2500, "spend_limit_reached"), ("0.03", 2000, "token_limit_reached"), ("0.02", 2000, "spend_limit_reached")],
+)
+def test_both_limits_of_a_lease_hold(lease: Lease, usd: str, tokens: int, code: str) -> None:
+    limit_spending(lease, usd, tokens)
+    open_call(lease), open_call(lease)
+    assert get_refusal(lease).code == code
+
+
 @pytest.mark.django_db(transaction=True)
-def test_concurrent_calls_do_not_exceed_a_limit(grant: AnyCallable, memory: Any) -> None:
+@pytest.mark.parametrize(
+    ("limits", "unit", "amount", "each"), [({"usd": "0.02"}, "usd", "0.07", CENT), ({"tokens": 2000}, "tokens", "7000", 1000)]
+)
+def test_concurrent_calls_do_not_exceed_a_limit(
+    grant: AnyCallable, memory: Any, limits: dict[str, Any], unit: str, amount: str, each: Any
+) -> None:
     """Fifty clients of four leases share a budget for seven calls, and one of the leases has a limit of two."""
     create_rates(MODEL, input=10, output=10)
     leases = [start(grant, environment=f"e{number}") for number in range(4)]
-    limit_spending(leases[0], "0.02")
-    budget = create_budget("0.07", "usd")
+    limit_spending(leases[0], **limits)
+    budget = create_budget(amount, unit)
 
     with run_in_threads(50) as run:
         results = run(lambda number: open_call(leases[number % 4]))
     admitted = [row for row in results if isinstance(row, LlmCall)]
-    assert {type(each) for each in results} == {LlmCall, CallRefused}
+    assert {type(result) for result in results} == {LlmCall, CallRefused}
     assert len(admitted) == 7 and sum(row.holder == leases[0].pk for row in admitted) <= 2
     for row in admitted:
         close_call(row)
-    assert call_admission.sum_spent_now(budget, now=NOW) == 7 * CENT
+    assert call_admission.sum_spent_now(budget, now=NOW) == 7 * each
     assert isinstance(run_one(leases[1]), CallRefused)
 
 

@@ -19,6 +19,7 @@ from billing import budgets, costs, derivation, metering, totals
 from billing.budgets import call_admission
 from billing.models import Budget, CostRecord, PeriodTotal, UsageRecord
 from leases.models import Lease
+from sandboxes.call_limits import CallLimits
 from sandboxes.egress import model_pricing, settlement
 from sandboxes.egress.logs import upstream_records
 from sandboxes.egress.repricing import reprice_calls
@@ -92,7 +93,8 @@ class CallHistories(RuleBasedStateMachine):
         for model in (CostRecord, PeriodTotal, UsageRecord, LlmCall, TokenRate, Budget):
             model._base_manager.all().delete()
         derivation.reset_usage_and_costs()
-        Sandbox.objects.filter(holder=self.lease.pk).update(llm_limit=Decimal(10**6) if has_limit else None)
+        limits = CallLimits(Decimal(10**6) if has_limit else None, 10**9)
+        Sandbox.objects.filter(holder=self.lease.pk).update(**limits.columns)
         self.slot = Sandbox.objects.values_list("slot", flat=True).get(holder=self.lease.pk)
         self.now, self.has_limit = BEGIN, has_limit
         fields = {"scope": "agent", "subject": ADA, "hard": False, "now": BEGIN}
@@ -302,6 +304,7 @@ class CallHistories(RuleBasedStateMachine):
         self.budget.refresh_from_db(), self.token_budget.refresh_from_db()
         assert Fraction(call_admission.sum_spent_now(self.budget, now=self.now)) == total
         tokens = sum(call.tokens for call in self.calls.values())
+        assert budgets.sum_lease_calls(self.lease.pk, "tokens") == tokens
         assert call_admission.sum_spent_now(self.token_budget, now=self.now) == tokens
 
     def teardown(self) -> None:

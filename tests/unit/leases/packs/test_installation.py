@@ -98,6 +98,10 @@ def test_skill_above_the_limits_or_with_a_link_is_refused(write: Write, monkeypa
         ('ttl = "soon"', "environment_type.ttl: 'soon' is not a duration"),
         ('ttl = "5d"\nmax_ttl = "1d"', "max_ttl"),
         ("llm_limit = -1", "environment_type.llm_limit: Ensure this value is greater than or equal to 0"),
+        ("llm_token_limit = -1", "environment_type.llm_token_limit: Ensure this value is greater than or equal to 0"),
+        ("llm_token_limit = 1.5", "environment_type.llm_token_limit: must be a whole number"),
+        ("llm_token_limit = true", "environment_type.llm_token_limit: must be a whole number"),
+        ("llm_token_limit = 9223372036854775808", "environment_type.llm_token_limit: Ensure this value is less than"),
         ('policy = "open"', "environment_type.policy: there is no policy 'open'"),
         ('expiry_conditions = ["not a condition"]', "environment_type.expiry_conditions"),
         ("turn_argv = []", "environment_type.turn_argv"),
@@ -130,15 +134,17 @@ def test_assignment_creates_the_type_and_an_upgrade_keeps_an_operators_changes(w
     assert (row.expiry_conditions, row.ttl, row.sleep_after) == (["maze.left"], timedelta(hours=1), "2m")
     assert row.turn_argv == ["python3", "/data/skills/maze/turn.py"]
     EnvironmentType.objects.filter(pk=row.pk).update(sleep_after="9m")  # by an operator
-    newer = add(write(version="2", toml='[environment_type]\nttl = "2h"\nsleep_after = "3m"\nllm_limit = 1.5'))
+    later = '[environment_type]\nttl = "2h"\nsleep_after = "3m"\nllm_limit = 1.5\nllm_token_limit = 9'
+    newer = add(write(version="2", toml=later))
     planned = installation.assign(newer, "maze", now=NOW, dry_run=True)
     assert PackAssignment.objects.get(environment_type="maze").version.version == "1"
     assigned = installation.assign(newer, "maze", now=NOW)
     assert assigned == planned
     assert assigned.kept == ["sleep_after"]
-    assert sorted(assigned.changed) == ["expiry_conditions", "llm_limit", "ttl", "turn_argv"]
+    assert sorted(assigned.changed) == ["expiry_conditions", "llm_limit", "llm_token_limit", "ttl", "turn_argv"]
     row.refresh_from_db()
-    assert (row.expiry_conditions, row.ttl, row.sleep_after, row.llm_limit) == ([], timedelta(hours=2), "9m", Decimal("1.5"))
+    assert (row.expiry_conditions, row.ttl, row.sleep_after) == ([], timedelta(hours=2), "9m")
+    assert (row.llm_limit, row.llm_token_limit) == (Decimal("1.5"), 9)
 
 
 @pytest.mark.django_db

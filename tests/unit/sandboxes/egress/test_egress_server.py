@@ -27,6 +27,7 @@ from billing.models import HOUSE_ACCOUNT_NAME, Account, Membership
 from leases import execution, leasing, one_shot, sweeps
 from leases.models import EnvironmentType, Lease
 from leases.one_shot import OneShotRequest
+from sandboxes.call_limits import CallLimits
 from sandboxes.db import sql as rows
 from sandboxes.egress import authorization, model_calls, settlement
 from sandboxes.egress.call_tracking import DatabaseThreads
@@ -703,11 +704,12 @@ def test_call_of_an_exhausted_budget_is_refused_with_402(upstream: FakeUpstream,
     assert "grace period" in reply["error"]["message"] and len(upstream.requests) == 1
 
 
-def test_spend_limit_comes_from_the_environment_type(grant) -> None:
-    EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("1.5"))
+def test_limits_of_a_lease_come_from_the_environment_type(grant) -> None:
+    limits = CallLimits(Decimal("1.5"), 30_000)
+    EnvironmentType.objects.filter(name="catan").update(**limits.columns)
     lease = grant(environment="game-9")
     execution.exec_command(lease.pk, Command(argv=["true"], timeout=MINUTE), now=NOW)
-    assert lease.llm_limit == Sandbox.objects.get(holder=lease.pk).llm_limit == Decimal("1.5")
+    assert CallLimits.of(lease) == CallLimits.of(Sandbox.objects.get(holder=lease.pk)) == limits
 
 
 def test_calls_are_limited_per_minute_and_in_flight(upstream: FakeUpstream, sandbox: Sandbox, socket_path: Path) -> None:

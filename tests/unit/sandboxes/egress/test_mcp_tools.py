@@ -16,7 +16,7 @@ from mcp.shared.exceptions import MCPError
 
 from billing.models.budgets import Budget
 from controlplane import sandbox_tools
-from leases import execution, spend_limits
+from leases import call_limits, execution
 from leases.atproto import accounts
 from leases.models import EnvironmentType, Lease, LeaseEvent
 from sandboxes.egress.server import EgressServer
@@ -155,9 +155,9 @@ def test_budgets_are_shown_as_to_a_key_of_the_agent(socket_path: Path, lease: Le
     Budget.objects.create(scope="agent", subject=lease.agent_did, amount=Decimal(5), **common)
     Budget.objects.create(scope="agent", subject="did:plc:other", amount=Decimal(7), **common)
     Budget.objects.create(scope="all", subject="", amount=Decimal(9), **common)
-    spend_limits.set_spend_limit(lease.pk, Decimal("0.5"), now=NOW)
+    call_limits.change_call_limits(lease.pk, {"usd": Decimal("0.5"), "tokens": 7}, now=NOW)
     shown = succeed(socket_path, "budget")
-    assert shown["model_calls"] == {"spent_usd": "0", "limit_usd": "0.5"}
+    assert shown["model_calls"] == {"spent_usd": "0", "limit_usd": "0.5", "spent_tokens": 0, "limit_tokens": 7}
     assert [(each["scope"], each["amount"], each["spent"]) for each in shown["budgets"]] == [
         ("agent", "5", "0"), ("all", None, None),
     ]  # fmt: skip

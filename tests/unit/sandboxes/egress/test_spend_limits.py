@@ -104,12 +104,15 @@ def test_limit_holds(limited: Sandbox, upstream: FakeUpstream, socket_path: Path
     )
 
 
+@pytest.mark.parametrize("of_lease", [False, True])
 @pytest.mark.parametrize("way", ["usage", "no usage", "stream", "stream without usage", "stream that breaks off"])
-def test_budget_in_tokens_holds_for_a_model_without_a_price(
-    sandbox: Sandbox, upstream: FakeUpstream, socket_path: Path, settings: Any, way: str
+def test_limit_in_tokens_holds_for_a_model_without_a_price(
+    sandbox: Sandbox, upstream: FakeUpstream, socket_path: Path, settings: Any, way: str, of_lease: bool
 ) -> None:
     settings.LLM_MODELS = ["*"]
-    budget = create_budget(3000, "tokens", scope="agent", subject=sandbox.agent_did)
+    budget = create_budget(10**6 if of_lease else 3000, "tokens", scope="agent", subject=sandbox.agent_did)
+    if of_lease:
+        Sandbox.objects.filter(pk=sandbox.pk).update(llm_token_limit=3000)
     upstream.answer, fields, path = WAYS[way]
     replies = []
     for _ in range(5):
@@ -121,8 +124,12 @@ def test_budget_in_tokens_holds_for_a_model_without_a_price(
     first = LlmCall.objects.earliest("pk")
     assert replies[0].headers["X-Leasehold-Remaining-Tokens"] == str(3000 - (first.reserved_tokens or 0))
     refused = replies[-1]
-    assert (refused.headers["x-should-retry"], refused.document["error"]["code"]) == ("false", "budget_exhausted")
-    assert (refused.document["error"]["unit"], refused.document["error"]["limit"]) == ("tokens", "3000")
+    error = refused.document["error"]
+    assert refused.headers["x-should-retry"] == "false"
+    if of_lease:
+        assert (error["code"], error["limit_tokens"]) == ("token_limit_reached", "3000")
+    else:
+        assert (error["code"], error["unit"], error["limit"]) == ("budget_exhausted", "tokens", "3000")
 
 
 class Reply(NamedTuple):

@@ -1,0 +1,57 @@
+"""Limits of one lease on the cost and the tokens of its model calls."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+
+from leases.models import Lease, LeaseEvent, LeaseStatus
+from sandboxes.call_limits import CallLimits
+from sandboxes.pool import allocation
+
+MAX_TOKEN_LIMIT = 2**62
+
+
+def change_call_limits(pk: UUID, changes: Mapping[str, Any], *, now: datetime, actor: str = "", detail: str = "") -> bool:
+    """Set limits on the model calls of an active lease, by field of CallLimits. Return False if nothing changed.
+
+    None removes a limit, and a limit that is not among the changes stays.
+    Applies from the next model call. The lease's current sandbox is updated in the same transaction; a later sandbox reads
+    the limits from the lease. An ended lease is not changed."""
+    with transaction.atomic():
+        # A claim of a sandbox also locks this row and reads the limits afterwards, so it cannot miss the change.
+        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=LeaseStatus.ACTIVE).first()
+        if lease is None:
+            return False
+        before = CallLimits.of(lease)
+        limits = replace(before, **changes)
+        if limits == before:
+            return False
+        Lease.objects.filter(pk=pk).update(**limits.columns)
+        change = _describe_change(before, limits)
+        LeaseEvent.objects.create(
+            lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{change}: {detail}" if detail else change
+        )
+        allocation.set_call_limits(pk, limits)
+    return True
+
+
+def _describe_change(before: CallLimits, after: CallLimits) -> str:
+    changes = []
+    if after.usd != before.usd:
+        changes.append(f"{format_usd_limit(after.usd)} instead of {format_usd_limit(before.usd)}")
+    if after.tokens != before.tokens:
+        changes.append(f"{format_token_limit(after.tokens)} instead of {format_token_limit(before.tokens)}")
+    return ", ".join(changes)
+
+
+def format_usd_limit(limit: Decimal | None) -> str:
+    return "no spend limit" if limit is None else f"{limit.normalize():f} USD"
+
+
+def format_token_limit(limit: int | None) -> str:
+    return "no token limit" if limit is None else f"{limit} tokens"

@@ -26,6 +26,7 @@ from billing import budgets
 from billing.models import Budget, UsageRecord
 from leases import execution, leasing
 from leases.models import Lease
+from sandboxes.call_limits import CallLimits
 from sandboxes.db import database_time
 from sandboxes.egress import authorization, settlement
 from sandboxes.egress.estimates import TokenEstimate
@@ -95,9 +96,9 @@ def run_upstream() -> Iterator[int]:
 def bench_reservations(title: str, sandbox: Sandbox) -> None:
     """Measure the opening and the settlement of a call under each limit."""
 
-    def limit(usd: str | None) -> Callable[[int], object]:
-        value = None if usd is None else Decimal(usd)
-        return lambda number: Sandbox.objects.filter(pk=sandbox.pk).update(llm_limit=value)
+    def limit(usd: int | None = None, tokens: int | None = None) -> Callable[[int], object]:
+        limits = CallLimits(None if usd is None else Decimal(usd), tokens)
+        return lambda number: Sandbox.objects.filter(pk=sandbox.pk).update(**limits.columns)
 
     def enforce(hard: bool) -> Callable[[int], object]:
         return lambda number: Budget.objects.update(hard=hard)
@@ -105,8 +106,9 @@ def bench_reservations(title: str, sandbox: Sandbox) -> None:
     add_budget()
     enforce(False)(0)
     cases = [
-        BenchCase("no limit", lambda number: make_call(sandbox), before=limit(None)),
-        BenchCase("spend limit", lambda number: make_call(sandbox), before=limit("1000000"), after=limit(None)),
+        BenchCase("no limit", lambda number: make_call(sandbox), before=limit()),
+        BenchCase("spend limit", lambda number: make_call(sandbox), before=limit(10**6), after=limit()),
+        BenchCase("spend and token limit", lambda number: make_call(sandbox), before=limit(10**6, 10**12), after=limit()),
         BenchCase("hard budget on everything", lambda number: make_call(sandbox), before=enforce(True), after=enforce(False)),
     ]
     interleave(cases, rounds=CALL_COUNT)

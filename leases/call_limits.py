@@ -34,7 +34,7 @@ def change_call_limits(pk: UUID, changes: Mapping[str, Any], *, now: datetime, a
         Lease.objects.filter(pk=pk).update(**limits.columns)
         change = _describe_change(before, limits)
         LeaseEvent.objects.create(
-            lease=lease, at=now, kind="spend_limit", actor=actor, reason=f"{change}: {detail}" if detail else change
+            lease=lease, at=now, kind="call_limits", actor=actor, reason=f"{change}: {detail}" if detail else change
         )
         allocation.set_call_limits(pk, limits)
     return True

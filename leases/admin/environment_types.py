@@ -143,7 +143,9 @@ class EnvironmentTypeAdmin(ConsoleModelAdmin):
         return render_two_lines(row.pool or "default pool", row.policy or SEALED_POLICY_NAME)
 
     @display(description="Model calls")
-    def spends(self, row: EnvironmentType) -> SafeString:
+    def spends(self, row: EnvironmentType) -> str:
+        if row.llm_limit is None and row.llm_token_limit is None:
+            return "no limit"
         return render_two_lines(spending.format_spend_limit(row.llm_limit), spending.format_token_limit(row.llm_token_limit))
 
     def get_page_context(self, request: HttpRequest, row: EnvironmentType) -> dict[str, Any]:

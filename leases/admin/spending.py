@@ -130,7 +130,7 @@ def build_lease_spending_fields(lease: Lease) -> list[SummaryField]:
 def _build_token_limit_field(holder: UUID, limit: int) -> SummaryField:
     used = budgets.sum_lease_calls(holder, "tokens")  # with estimates and reservations, as an admission counts
     note = format_html('{}<span class="lh-line"></span>of {}', render_meter(used, limit), format_token_limit(limit))
-    return SummaryField("Tokens of the limit", f"{used:,.0f}", note=note, alarm=used >= limit)
+    return SummaryField("Tokens counted", f"{used:,.0f}", note=note, alarm=used >= limit)
 
 
 def build_lease_network_fields(lease: Lease) -> list[SummaryField]:

@@ -165,7 +165,7 @@ class LeaseEvent(models.Model):
 
     lease = models.ForeignKey(Lease, on_delete=models.PROTECT, related_name="events", db_index=False)
     at = models.DateTimeField()
-    # granted, ended, destroyed, failed, recovered, workspace_over_limit, spend_limit, snapshot, restored, forked, pool_skipped
+    # granted, ended, destroyed, failed, recovered, workspace_over_limit, call_limits, snapshot, restored, forked, pool_skipped
     kind = models.CharField(max_length=32)
     actor = models.CharField(max_length=255, blank=True)
     reason = models.CharField(max_length=500, blank=True)

@@ -239,7 +239,7 @@ def test_an_operator_raises_lowers_and_lifts_the_limits_of_a_lease(operator: Cli
         assert limits(metered_lease) == expected
         last = metered_lease.events.first()
         assert last
-        assert (last.kind, last.actor, last.reason) == ("spend_limit", "operator", f"{event}: it was agreed")
+        assert (last.kind, last.actor, last.reason) == ("call_limits", "operator", f"{event}: it was agreed")
         entry = LogEntry.objects.first()
         assert entry and entry.get_change_message() == "Set limits on model calls: it was agreed"
     assert event in fetch(operator, row_url(metered_lease))
@@ -253,12 +253,12 @@ def test_a_limit_that_was_not_edited_keeps_a_concurrent_change(operator: Client,
 
 
 def test_a_token_limit_is_a_bar_that_turns_red_when_it_is_reached(viewer: Client, metered_lease: Lease) -> None:
-    assert "Tokens of the limit" not in get_fields(viewer, row_url(metered_lease))
+    assert "Tokens counted" not in get_fields(viewer, row_url(metered_lease))
     used = int(budgets.sum_lease_calls(metered_lease.pk, "tokens"))
     assert used > 0
     for limit, over in ((4 * used, False), (used, True)):
         Lease.objects.filter(pk=metered_lease.pk).update(llm_token_limit=limit)
-        field = get_fields(viewer, row_url(metered_lease))["Tokens of the limit"]
+        field = get_fields(viewer, row_url(metered_lease))["Tokens counted"]
         assert (field.value, field.alarm, f"of {limit:,} tokens" in field.note) == (f"{used:,}", over, True)
 
 
@@ -299,7 +299,7 @@ def test_the_same_limit_and_an_ended_lease_change_nothing(operator: Client, leas
     leasing.end(lease.pk, reason="released", now=NOW)
     assert list_messages(set_limits(operator, lease, "5"))[-1] == "Nothing changed: no longer active."
     assert Lease.objects.get(pk=lease.pk).llm_limit is None
-    assert not lease.events.filter(kind="spend_limit").exists() and not LogEntry.objects.exists()
+    assert not lease.events.filter(kind="call_limits").exists() and not LogEntry.objects.exists()
     assert "Call limits…" not in fetch(operator, row_url(lease))
 
 

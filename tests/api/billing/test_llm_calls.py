@@ -88,7 +88,7 @@ def test_an_operator_sets_each_limit_and_leaves_the_other(operator: ApiClient, a
         assert operator("PATCH", url, change).json() == limits
         spending = ada.get(f"leases/{lease['id']}").json()["llm"]
         assert {name: spending[name] for name in limits} == limits
-    events = Lease.objects.get(pk=lease["id"]).events.filter(kind="spend_limit").order_by("pk")
+    events = Lease.objects.get(pk=lease["id"]).events.filter(kind="call_limits").order_by("pk")
     assert [event.reason for event in events] == [
         "2.5 USD instead of no spend limit", "7000 tokens instead of no token limit", "no spend limit instead of 2.5 USD",
         "0 USD instead of no spend limit, 0 tokens instead of 7000 tokens",

@@ -291,7 +291,7 @@ def test_an_environment_type_is_edited_as_durations_lines_and_amounts(
     assert get_fields(administrator, page)["Spend limit"].value == "no limit"
     changes = {
         "ttl": "90m", "max_ttl": "2d", "expiry_conditions": "game.finished\nrain", "turn_argv": "python3\nplay.py",
-        "snapshot_excludes": "node_modules\n*.pyc\n\n", "policy": policy.pk, "llm_limit": "2.50",
+        "snapshot_excludes": "node_modules\n*.pyc\n\n", "policy": policy.pk, "llm_limit": "2.50", "llm_token_limit": "70000",
     }  # fmt: skip
     assert administrator.post(page, form | changes).status_code == 302
     kind.refresh_from_db()
@@ -300,12 +300,12 @@ def test_an_environment_type_is_edited_as_durations_lines_and_amounts(
     assert kind.snapshot_excludes == ["node_modules", "*.pyc"]
     shown, listed = fetch(administrator, page), fetch(administrator, "/admin/leases/environmenttype/")
     assert "node_modules\n*.pyc</textarea>" in shown
-    assert 'value="2.5"' in shown and "The limit of an existing lease" in shown
-    assert "2.5 USD" in listed and "relaying" in listed
+    assert 'value="2.5"' in shown and "Those of an existing lease" in shown
+    assert "2.5 USD" in listed and "70,000 tokens" in listed and "relaying" in listed
     assert get_fields(administrator, page)["Spend limit"].value == "2.5 USD"
     lease.refresh_from_db()
     assert (lease.llm_limit, grant(environment="next").llm_limit) == (None, kind.llm_limit)
-    assert administrator.post(page, form | {"llm_limit": ""}).status_code == 302
+    assert administrator.post(page, form | {"llm_limit": "", "llm_token_limit": ""}).status_code == 302
     assert grant(environment="third").llm_limit is None
 
 

@@ -106,8 +106,9 @@ class HelperCall:
 
     terminal, pid = None, 0
 
-    def __init__(self, pipes):
+    def __init__(self, pipes, channel):
         self.stdin, self.outputs, self.report = pipes.stdin, pipes.outputs, pipes.report
+        self.channel = channel  # to the helper that has received it
 
 
 class Helper:
@@ -142,7 +143,7 @@ class Helper:
             pipes.close()
             raise
         pipes.hand_over()
-        return HelperCall(pipes)
+        return HelperCall(pipes, self.channel)
 
     def _send(self, words, ends):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("4i", *ends))]
@@ -189,6 +190,13 @@ class Helper:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self.end()
+
+    def replace(self, call):
+        """Let the next operation start another helper, if this one has received `call` and was killed before it began.
+
+        The kernel closes the descriptors of a killed process in any order. An operation could still be sent to its socket."""
+        if call.channel is self.channel:
+            self.end()
 
     def end(self):
         if self.channel is not None:

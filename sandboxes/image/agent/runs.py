@@ -227,6 +227,7 @@ class Run:
         self.process.report = None
         self.shim_gone = True
         if self.exit_code is None and isinstance(self.process, HelperCall) and not self.command_pid:  # the helper was killed
+            self.loop.helper.replace(self.process)
             self.loop.refuse(self)
             return
         if self.exit_code is None:  # the shim was killed; process 1 has adopted its processes

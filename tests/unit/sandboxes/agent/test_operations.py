@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from sandboxes.agent.client import AgentConnection, ConnectionLost
 from sandboxes.agent.operations import AgentProcesses, FileOperation, OperationFailed, RepeatingConnection
 from sandboxes.agent.protocol import Frame, ProtocolError, RunState
 from sandboxes.agent.runs import NotStarted
-from tests.support.sandbox_agent import Gateway, start_agent
+from tests.support.sandbox_agent import AGENT, Gateway, build_shim, start_agent
 from tests.support.waiting import wait_until
 
 WINDOW_BYTES = (1 << 20) + (256 << 10)  # unread output of a streamed run that the agent keeps at most
@@ -163,6 +164,39 @@ def test_operation_whose_helper_is_killed_before_it_began_is_done_by_the_next_he
     caller.join(20)
     assert (done, states) == ([b"x"], ["busy", "ended"])
     assert find_helper(agent) not in (0, helper)
+
+
+DYING_HELPER_PROGRAM = """
+import os, socket, struct, sys
+sys.path.insert(0, sys.argv[1])
+import main
+run_helper = main.run_helper
+def drop_operations(channel, load_all):
+    if os.path.exists(sys.argv[2]):
+        run_helper(channel, load_all)
+    open(sys.argv[2], "w").close()
+    channel = socket.socket(fileno=channel)
+    while (message := channel.recvmsg(65536, 256))[0]:
+        for fd in struct.unpack("4i", message[1][0][2]):
+            os.close(fd)
+main.run_helper = drop_operations
+main.main(*sys.argv[3:])
+"""
+
+
+def test_operation_after_that_of_a_dying_helper_is_done_by_the_next_helper(gateway: Gateway, tmp_path: Path) -> None:
+    """The kernel closes the descriptors of a killed process in any order: here those of its operation before its socket."""
+    (tmp_path / "f").write_bytes(b"x")
+    died = tmp_path / "died"
+    words = ["-I", "-S", "-c", DYING_HELPER_PROGRAM, str(Path(AGENT).parent), str(died), gateway.path, build_shim()]
+    process = subprocess.Popen([sys.executable, *words], start_new_session=True)
+    try:
+        gateway.boot()
+        assert list(operate(gateway, "read", str(tmp_path), "9", stdin=b"f")) == [b"x"]
+        assert died.exists()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_prepared_helper_executes_the_first_operation(gateway, agent, tmp_path):

@@ -46,6 +46,8 @@ RUNTIME_DIR = env.path(
 
 INSTANCE = env.text(
     "LEASEHOLD_INSTANCE",
+    accepts="at most 64 characters",
+    pattern=r"(?s:.{1,64})",
     help="name recorded with the claims of this group of processes; `manage.py up` generates one per start",
 )
 

@@ -29,7 +29,7 @@ def adopt_sandbox(
     )
     if lease_id and adopted.snapshot:
         LeaseEvent.objects.create(
-            lease_id=lease_id, at=now, kind=SNAPSHOT_EVENT, actor=actor, reason=f"files of the adopted sandbox: {reason}"[:500]
+            lease_id=lease_id, at=now, kind=SNAPSHOT_EVENT, actor=actor, reason=f"files of the adopted sandbox: {reason}"
         )
     return adopted
 

@@ -18,6 +18,7 @@ from django.db.models import Case, F, Q, When
 from leases import allow_lists
 from leases.errors import Conflict, InvalidRequest, KeyExpired, RateLimited
 from leases.models import DID_DESCRIPTION, AgentKey, KeyScope, Lease, default_key_scopes, validate_did
+from leases.patterns import require_fits
 from leases.projects import registry
 from leases.resource_limits import check_limits
 from sandboxes import audit
@@ -72,6 +73,7 @@ def issue_key(
             raise InvalidRequest("agent", f"{did[:80]!r} is not {DID_DESCRIPTION}.") from None
         if len(did) > 255:
             raise InvalidRequest("agent", f"A DID is at most 255 characters: {did[:80]}…")
+    require_fits(AgentKey, name=name)
     tenant = registry.find(project)
     with transaction.atomic():
         registry.register_agents(tenant.pk, dids, field="agent", now=now)

@@ -250,7 +250,7 @@ def use_lease(
     except SandboxLost as lost:
         leasing.require_active(pk, now=clock())  # a lost sandbox of an ended lease is reported as LeaseEnded
         with transaction.atomic():
-            leasing.end(pk, reason="lost", now=clock(), actor="provider", detail=str(lost)[:400])
+            leasing.end(pk, reason="lost", now=clock(), actor="provider", detail=str(lost))
         raise leasing.build_ended_error(Lease.objects.get(pk=pk), "lost") from lost
     except SandboxError:
         leasing.require_active(pk, now=clock())

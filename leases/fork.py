@@ -113,4 +113,4 @@ def _require_forked_from(current: Lease, lease: Lease, snapshot: UUID | None) ->
 
 
 def _record_event(lease: Lease, reason: str, *, now: datetime, actor: str) -> None:
-    LeaseEvent.objects.create(lease=lease, at=now, kind=FORKED_EVENT, actor=actor, reason=reason[:500])
+    LeaseEvent.objects.create(lease=lease, at=now, kind=FORKED_EVENT, actor=actor, reason=reason)

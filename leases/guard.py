@@ -16,7 +16,6 @@ from sandboxes.guard import HolderTerms
 from sandboxes.models import Pool
 
 RECOVERED_EVENT = "recovered"  # LeaseEvent.kind
-MAX_REASON_LENGTH = 500  # of the column; SQLite stores any length
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,7 @@ class LeaseGuard:
         pass
 
     def note_recovery(self, note: str, *, now: datetime) -> None:
-        # As the note of the run, which is cut, too: an error here would lose the result of the command.
-        reason = note[:MAX_REASON_LENGTH]
-        LeaseEvent.objects.create(lease_id=self.lease_id, at=now, kind=RECOVERED_EVENT, actor="provider", reason=reason)
+        LeaseEvent.objects.create(lease_id=self.lease_id, at=now, kind=RECOVERED_EVENT, actor="provider", reason=note)
 
     def check_active(self) -> None:
         leasing.require_active(self.lease_id, now=self.clock())

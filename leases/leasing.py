@@ -369,7 +369,7 @@ def end(pk: UUID, *, reason: str, now: datetime, actor: str = "", detail: str = 
     discarded, and destroys the sandbox."""
     with transaction.atomic(savepoint=False):
         ended_now = Lease.objects.filter(pk=pk, status=LeaseStatus.ACTIVE).update(
-            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=detail[:500]
+            status=LeaseStatus.EXPIRED, ended_at=now, end_reason=reason, end_detail=detail
         )
         if not ended_now:
             return False

@@ -215,7 +215,7 @@ def clean_up(pk: UUID, *, reason: str, detail: str, now: datetime, actor: str = 
     def end_lease() -> None:
         elapsed = leasing.find_elapsed_clock(Lease.objects.get(pk=pk), now)
         with transaction.atomic(durable=True):
-            leasing.end(pk, reason=elapsed or reason, now=now, actor=actor, detail=detail[:400])
+            leasing.end(pk, reason=elapsed or reason, now=now, actor=actor, detail=detail)
 
     try:
         record_or_defer(end_lease, "lease not ended", clock=clock, lease=str(pk))

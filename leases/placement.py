@@ -143,7 +143,7 @@ def _record_skips(lease: Lease, skips: Sequence[Skip], *, now: datetime) -> None
     LeaseEvent.objects.bulk_create(
         LeaseEvent(
             lease_id=lease.pk, at=now, kind=POOL_SKIPPED_EVENT, pool=skip.pool, skip_reason=skip.reason,
-            reason=f'Pool "{skip.pool}" {skip.reason.label}{": " if skip.detail else ""}{skip.detail}'[:500],
+            reason=f'Pool "{skip.pool}" {skip.reason.label}{": " if skip.detail else ""}{skip.detail}',
         )
         for skip in {(each.pool.pk, each.reason): each for each in skips}.values()
         if (skip.pool.pk, skip.reason.value) not in recorded

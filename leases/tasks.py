@@ -241,7 +241,7 @@ def _record_outcome(lease_id: str, kind: str, actor: str, reason: str, request_i
     try:
         with transaction.atomic():
             LeaseEvent.objects.create(
-                lease_id=lease_id, at=database_time.now(), kind=kind, actor=actor, reason=reason[:500], request_id=request_id
+                lease_id=lease_id, at=database_time.now(), kind=kind, actor=actor, reason=reason, request_id=request_id
             )
     except IntegrityError as error:
         dialect.raise_unless_unique(error)

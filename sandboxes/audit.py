@@ -72,6 +72,6 @@ def format_value(value: Any) -> str:
 
 def _build_action(row: Model, action: str, detail: str, *, actor: str, now: datetime) -> OperatorAction:
     return OperatorAction(
-        kind=row._meta.label_lower, object_id=str(row.pk), object_text=str(row)[:300], action=action, detail=detail[:1000],
-        actor=actor[:200], at=now,
+        kind=row._meta.label_lower, object_id=str(row.pk), object_text=str(row), action=action, detail=detail,
+        actor=actor, at=now,
     )  # fmt: skip

@@ -84,7 +84,7 @@ def schedule_destroy(
                 Run.objects.filter(sandbox=pk, ended_at__isnull=True).update(
                     ended_at=now,
                     outcome=RunOutcome.LOST,
-                    note=(note or f"Sandbox destroyed: {reason or code.label}")[:500],
+                    note=note or f"Sandbox destroyed: {reason or code.label}",
                     stop_reason=Coalesce(NullIf("stop_reason", Value("")), Value(stop_reason or OPERATOR_STOPS.get(code, ""))),
                 )
                 if discarded:
@@ -322,7 +322,7 @@ def _postpone_destroy(sandbox: Sandbox, error: str, clock: Clock, **columns: obj
         own_claim = Q(pk=sandbox.pk, state=DESTROYING, claim=sandbox.claim)  # not that of a worker that took over
         recorded = Sandbox.objects.filter(own_claim, quarantined_at__isnull=True).update(
             deadline_at=now + compute_backoff(tries),
-            last_error=error[:2000],
+            last_error=error,
             quarantined_at=now if quarantined else None,
             **columns,
         )

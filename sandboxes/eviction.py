@@ -133,7 +133,7 @@ def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, ac
                 pk, EVICTING, WAITING, now=clock(), actor=actor, guard=own_claim,
                 code=TransitionReason.PERSIST_FAILED, reason=f"state could not be stored: {failed}",
                 claim=None, deadline_at=None, tries=0, persist_failures=failures,
-                last_error=f"State could not be stored: {failed}"[:2000],
+                last_error=f"State could not be stored: {failed}",
                 idle_at=clock() + compute_backoff(failures, initial=timedelta(minutes=1)),
                 **quiescence.count_unreadable(failed),
             )  # fmt: skip
@@ -146,7 +146,7 @@ def _finish_claimed_eviction(sandbox: Sandbox, claim: Claim, clock: Clock, *, ac
         provider.destroy(sandbox.ref)
     except ProviderError as failed:  # the state is stored; the sweep repeats this step
         Sandbox.objects.filter(own_claim, pk=pk, state=EVICTING).update(
-            last_error=str(failed)[:2000], deadline_at=clock() + compute_backoff(sandbox.tries)
+            last_error=str(failed), deadline_at=clock() + compute_backoff(sandbox.tries)
         )
         return False
     mounts.detach(pk)
@@ -229,7 +229,7 @@ def mark_lost(sandbox: Sandbox, cause: str, *, now: datetime, guard: Q | None = 
     Returns False if the loss was recorded before, if this incarnation has ended, or if the guard does not hold."""
     not_lost = Sandbox.objects.filter(guard or Q(), pk=sandbox.pk, incarnation=sandbox.incarnation, lost_at__isnull=True)
     with transaction.atomic():
-        lost = not_lost.exclude(state__in=(COLD, *GONE_STATES)).update(lost_at=now, last_error=f"Lost: {cause}"[:2000])
+        lost = not_lost.exclude(state__in=(COLD, *GONE_STATES)).update(lost_at=now, last_error=f"Lost: {cause}")
         if lost:
             processes.close_all_processes(sandbox.pk, now=now, note=f"Sandbox lost by the provider: {cause}")
     if lost:

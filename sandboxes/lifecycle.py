@@ -14,8 +14,9 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from sandboxes.db import dialect, sql
+from sandboxes.db.message_fields import fit_column
 from sandboxes.errors import IllegalTransition, TooManyRuns
-from sandboxes.models import Sandbox, SandboxState, processes
+from sandboxes.models import Sandbox, SandboxState, Transition, processes
 from sandboxes.models import TransitionReason as Reason
 
 WARMING, WARM, RUNNING, WAITING = SandboxState.WARMING, SandboxState.WARM, SandboxState.RUNNING, SandboxState.WAITING
@@ -135,8 +136,8 @@ def _insert_transitions(
 def _build_transitions(
     rows: str, *, was: SandboxState | None, code: Reason, reason: str = "", actor: str = ""
 ) -> sql.Statement:
-    text = (reason or code.label)[:200]
-    return sql.Statement(INSERT_TRANSITION_SQL + rows, (was.value if was else "", code.value, text, actor[:255]))
+    text, by = fit_column(Transition, "reason", reason or code.label), fit_column(Transition, "actor", actor)
+    return sql.Statement(INSERT_TRANSITION_SQL + rows, (was.value if was else "", code.value, text, by))
 
 
 def _require_edge(was: SandboxState, to: SandboxState, code: Reason) -> None:

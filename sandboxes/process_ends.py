@@ -66,7 +66,7 @@ def close_ended_in_sandbox(open_processes: Iterable[Process], *, now: datetime) 
         suspension.thaw(sandbox, provider)
         states = provider.processes(sandbox.ref, [process.current_mark for process in running])
     except Missing as missing:
-        note = f"The provider has no such sandbox: {missing}"[:500]
+        note = f"The provider has no such sandbox: {missing}"
         return sum(close_process(process, ProcessStatus.GONE, now=now, note=note, may_wake=True) for process in running)
     return sum(
         _close_if_ended(process, states.get(process.current_mark), provider, is_confirmed=process.pk in confirmed, now=now)

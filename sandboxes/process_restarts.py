@@ -81,7 +81,7 @@ def close_process(
         **columns, restart_at=plan.restart_at, window_started_at=plan.window_started_at, window_restarts=plan.window_restarts
     ):
         return True
-    note = " ".join(filter(None, [note, plan.note]))[:500]
+    note = " ".join(filter(None, [note, plan.note]))
     return bool(rows.update(**columns | {"note": note}, sealed_env=None))
 
 
@@ -193,7 +193,7 @@ def restart(process: Process, *, now: datetime) -> bool:
         )  # fmt: skip
     except Rejected as refused:
         process.start_confirmed = True  # not restarted again
-        close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
+        close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused))
         return True
     except StartKilled:  # `kill_process` kills by the mark, which the start has, too
         process.refresh_from_db()

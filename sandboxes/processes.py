@@ -98,7 +98,7 @@ def _launch(process: Process, spec: ProcessSpec, opened: Operation, clock: Clock
             terminal=spec.terminal,
         )  # fmt: skip
     except Rejected as refused:
-        close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused)[:500])
+        close_process(process, ProcessStatus.FAILED, now=clock(), note=str(refused))
         raise
     checkpoint("process started", process)
     if not state.running:
@@ -170,7 +170,7 @@ def kill_process(process: Process, *, now: datetime) -> Process:
             provider.kill(process.sandbox.ref, process.current_mark)
             state = provider.processes(process.sandbox.ref, [process.current_mark]).get(process.current_mark)
         except Missing as missing:  # reconcile handles the missing sandbox
-            close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {missing}"[:500])
+            close_process(process, ProcessStatus.GONE, now=now, note=f"The provider has no such sandbox: {missing}")
         except ProviderError as failed:
             raise ProviderCallFailed(f"The process could not be killed: {failed}") from failed
         else:

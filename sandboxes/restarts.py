@@ -121,7 +121,7 @@ def _end_claim(
     with transaction.atomic():
         ended = advance(
             sandbox.pk, EVICTING, WAITING, now=now, code=code, reason=reason, actor=actor, guard=Q(claim=token), claim=None,
-            claimed_by="", deadline_at=None, tries=0, last_error=reason[:2000],
+            claimed_by="", deadline_at=None, tries=0, last_error=reason,
             idle_at=sandbox.idle_at or now + sandbox.idle_after, frozen=sandbox.frozen and not is_restarted,
         )  # fmt: skip
         if ended and is_restarted and cause:

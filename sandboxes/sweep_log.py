@@ -128,10 +128,10 @@ def _run(row: Sweep, sweep: Callable[[], SweepResult], *, now: datetime, clock: 
     try:
         result = sweep()
     except Exception as failed:
-        Sweep.objects.filter(pk=row.pk).update(last_error=redact(f"{type(failed).__name__}: {failed}")[:2000])
+        Sweep.objects.filter(pk=row.pk).update(last_error=redact(f"{type(failed).__name__}: {failed}"))
         raise
     Sweep.objects.filter(pk=row.pk).update(
-        succeeded_at=now, took=clock() - now, counts=result.counts, last_error=redact("\n".join(result.failures))[:2000]
+        succeeded_at=now, took=clock() - now, counts=result.counts, last_error=redact("\n".join(result.failures))
     )
     if result.counts or result.failures:
         log.info("sweep", sweep=row.name, **result.counts, failed=len(result.failures))

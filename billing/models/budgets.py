@@ -13,6 +13,8 @@ from django.db import models
 from django.db.models import Q, Value
 from django.utils import timezone
 
+from sandboxes.db.message_fields import MessageField
+
 DEFAULT_PROJECT_NAME = "default"  # its row is of leases.projects, which billing does not import
 MIN_BUDGET_AMOUNT = Decimal("0.000001")
 MAX_WARN_PERCENTS = 10
@@ -239,8 +241,8 @@ class BudgetTopUp(models.Model):
     amount = models.DecimalField(
         max_digits=18, decimal_places=6, validators=[MinValueValidator(MIN_BUDGET_AMOUNT)], editable=False
     )
-    note = models.CharField(max_length=300, blank=True, editable=False)
-    actor = models.CharField(max_length=200, editable=False)
+    note = MessageField(max_length=300, blank=True, editable=False)
+    actor = MessageField(max_length=200, editable=False)
     created_at = models.DateTimeField(editable=False)
 
     class Meta:

@@ -11,6 +11,7 @@ from django.db.models import Q
 
 from billing.models.usage import Unpriced, UsageRecord
 from sandboxes.db import database_time
+from sandboxes.db.message_fields import MessageField
 
 MAX_RATE_DIGITS = 15  # significant digits; SQLite stores no more
 
@@ -48,7 +49,7 @@ class Rate(models.Model):
         help_text="Free units per account and calendar month (UTC).",
     )  # fmt: skip
     valid_from = models.DateTimeField(help_text="Applies to usage from this time on.")
-    source = models.CharField(max_length=300, blank=True, help_text="Source of the price, such as a price page.")
+    source = MessageField(max_length=300, blank=True, help_text="Source of the price, such as a price page.")
     own = models.BooleanField("set your own", default=False, help_text="Placeholder of 0: add a rate with your own price.")
     by_use = models.BooleanField(
         default=False, help_text="CPU and memory only: charge measured use where available, not allocated resources."

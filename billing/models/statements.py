@@ -12,6 +12,7 @@ from django.db.models.lookups import Exact
 
 from billing.uncertainty import Uncertainty
 from sandboxes.db.expressions import DayOfMonth
+from sandboxes.db.message_fields import MessageField
 
 __all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementLine"]
 RowT = TypeVar("RowT", bound="AppendOnlyModel")
@@ -61,8 +62,8 @@ class Credit(AppendOnlyModel):
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.GRANT)
     usd = models.DecimalField("USD", max_digits=15, decimal_places=2, help_text="Negative for a reversal.")
     at = models.DateTimeField()
-    reason = models.CharField(max_length=200)
-    actor = models.CharField(max_length=255, verbose_name="by")
+    reason = MessageField(max_length=200)
+    actor = MessageField(max_length=255, verbose_name="by")
     reversed = models.OneToOneField(
         "self",
         on_delete=models.PROTECT,
@@ -94,7 +95,7 @@ class Statement(AppendOnlyModel):
     account = models.ForeignKey("billing.Account", on_delete=models.PROTECT, related_name="statements", db_index=False)
     month = models.DateField(help_text="First day of the month.")
     closed_at = models.DateTimeField()
-    closed_by = models.CharField(max_length=255)
+    closed_by = MessageField(max_length=255)
     subtotal = models.DecimalField(max_digits=15, decimal_places=2, help_text="Sum of the lines.")
     unpriced = models.BigIntegerField(default=0, db_default=0, help_text="Number of the month's model calls without a price.")
     estimated_usd = models.DecimalField(

@@ -9,7 +9,7 @@ from django.db.models import Q
 from django.utils.html import format_html_join
 
 from leases.agents import describe_unknown_agent
-from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, Project, validate_did
+from leases.models import DID_DESCRIPTION, Agent, AgentKey, EnvironmentType, Lease, Project, require_did
 from sandboxes.admin.base.formatting import SummaryField, render_admin_link, render_badge
 from sandboxes.admin.base.registry import Reference, register_fields, register_reference
 from sandboxes.formatting import suggest_match
@@ -29,7 +29,7 @@ class AgentReference(Reference):
     def clean(self, value: str) -> str:
         did = value.strip()
         try:
-            validate_did(did)
+            require_did(did)
         except ValidationError:
             raise ValidationError(f"{did[:80]!r} is not {DID_DESCRIPTION}.") from None
         return did

@@ -22,6 +22,7 @@ from leases.agent_runs.policy import AgentPolicy
 from leases.agent_runs.recorder import RECORDER_TTL, Recorder, RecorderClaim, RecorderReplaced, store_message
 from leases.errors import AgentRunClosed, AgentRunNotFound
 from leases.models import Lease
+from leases.patterns import require_fits
 from leases.queue import running
 from sandboxes.db.clock import Clock, clock_from
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
@@ -83,6 +84,7 @@ def create(
     gateway_tokens.require_models(lease.pool)
     cli = CLIS[request.cli]
     cli.check(request.options)
+    require_fits(AgentRun, model=request.options.model)
     row = AgentRun(
         id=run_id,
         lease=lease,

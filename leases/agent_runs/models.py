@@ -5,6 +5,8 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import MessageField
+
 SESSION_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
 
 
@@ -36,7 +38,7 @@ class AgentRun(models.Model):
     started_at = models.DateTimeField()
     ended_at = models.DateTimeField(null=True, blank=True)
     interrupted_at = models.DateTimeField(null=True, blank=True, help_text="Time of the request to interrupt the run.")
-    violation = models.CharField(max_length=500, blank=True, help_text="Violation of the policy that interrupted the run.")
+    violation = MessageField(max_length=500, blank=True, help_text="Violation of the policy that interrupted the run.")
     queued = models.BooleanField(
         default=False,
         db_default=False,
@@ -55,7 +57,7 @@ class AgentRun(models.Model):
     reported_cost = models.DecimalField(
         max_digits=18, decimal_places=9, null=True, blank=True, help_text="USD, as the CLI reports it. Not billed."
     )
-    note = models.CharField(max_length=500, blank=True)
+    note = MessageField(max_length=500, blank=True)
 
     class Meta:
         default_permissions = ("view",)

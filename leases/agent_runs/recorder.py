@@ -197,7 +197,7 @@ class Recorder:
         violation = self._policy.find_violation(message.tool_calls, turns=row.turn_count, cost=cost)
         if violation:
             log.warning("agent run violates its policy", agent_run=str(row.pk), violation=violation)
-            row.interrupted_at, row.violation = self._clock(), _clean(violation)[:500]
+            row.interrupted_at, row.violation = self._clock(), violation
             self._save("interrupted_at", "violation")
             self._kill_command(StopReason.POLICY)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 import structlog
 
@@ -19,6 +20,7 @@ from leases.patterns import require_match
 from leases.service_urls import InvalidServiceUrl, check_service_url
 from sandboxes.db import encryption
 from sandboxes.identity import signing
+from sandboxes.server_calls import Attempt
 
 log = structlog.get_logger(__name__)
 ACTOR = "atproto"  # in the records of service tokens
@@ -81,8 +83,8 @@ def remove_account(agent_did: str, *, actor: str = "") -> bool:
     return removed
 
 
-def authorize(account: AtprotoAccount, *, now: datetime) -> str:
-    """Return the Authorization header of one `createRecord` request.
+def authorize(account: AtprotoAccount, *, now: datetime) -> Attempt[str]:
+    """Return the Authorization header of one `createRecord` request. Yields the requests that open a session.
 
     Raise ServiceError, AccountPasswordUnreadable, and the errors of signing.mint_service_token."""
     if account.authentication == Authentication.SERVICE_TOKEN:
@@ -90,20 +92,24 @@ def authorize(account: AtprotoAccount, *, now: datetime) -> str:
             account.agent_did, aud=account.service_did, lxm=CREATE_RECORD, now=now, actor=ACTOR
         )
     else:
-        token = _get_session(account).access_token
+        token = (yield partial(_get_session, account)).access_token
     return f"Bearer {token}"
 
 
-def renew_authorization(account: AtprotoAccount, authorization: str, *, now: datetime) -> str:
-    """Return a header in place of `authorization`, which the server rejected. Raise the same errors as authorize."""
+def renew_authorization(account: AtprotoAccount, authorization: str, *, now: datetime) -> Attempt[str]:
+    """Return a header in place of `authorization`, which the server rejected. As authorize."""
     if account.authentication == Authentication.SESSION:
-        with _get_lock(account):
-            session = _sessions.get(account.pk)
-            if session and authorization == f"Bearer {session.access_token}":  # no other thread has renewed it
-                del _sessions[account.pk]
-                if renewed := _refresh(account, session):
-                    _sessions[account.pk] = renewed
-    return authorize(account, now=now)
+        yield partial(_renew_session, account, authorization)
+    return (yield from authorize(account, now=now))
+
+
+def _renew_session(account: AtprotoAccount, authorization: str) -> None:
+    with _get_lock(account):
+        session = _sessions.get(account.pk)
+        if session and authorization == f"Bearer {session.access_token}":  # no other thread has renewed it
+            del _sessions[account.pk]
+            if renewed := _refresh(account, session):
+                _sessions[account.pk] = renewed
 
 
 def _get_session(account: AtprotoAccount) -> Session:

@@ -7,6 +7,7 @@ from typing import Any
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.db.prefix_index import PrefixIndex
 
 
@@ -26,7 +27,7 @@ class AtprotoAccount(models.Model):
     authentication = models.CharField(max_length=16, choices=Authentication)
     sealed_password = models.BinaryField(null=True, editable=False, help_text="Encrypted by sandboxes.db.encryption.")
     changed_at = models.DateTimeField()
-    changed_by = models.CharField(max_length=255, blank=True)
+    changed_by = MessageField(max_length=255, blank=True)
 
     class Meta:
         verbose_name = "AT Protocol account"
@@ -70,7 +71,7 @@ class AtprotoRecord(models.Model):
     attempts = models.PositiveIntegerField(default=0)
     next_attempt_at = models.DateTimeField(null=True, blank=True)
     give_up_at = models.DateTimeField(help_text="An attempt that fails after this time is the last.")
-    error = models.CharField(max_length=500, blank=True, help_text="Of the last attempt.")
+    error = MessageField(max_length=500, blank=True, help_text="Of the last attempt.")
 
     class Meta:
         verbose_name = "AT Protocol record"

@@ -21,13 +21,13 @@ from leases.atproto.service import RecordReference, RepositoryService, ServiceEr
 from leases.errors import InvalidRequest
 from leases.models import Lease, Turn
 from leases.patterns import require_match
-from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from, format_timestamp
 from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.errors import SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import Policy
-from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
+from sandboxes.server_calls import Attempt, Server, ServerCalls, list_due, run_here
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
 KEY_PATTERN = r"(?!\.\.?\Z)[A-Za-z0-9._:~-]{1,320}"  # https://atproto.com/specs/record-key
@@ -37,7 +37,6 @@ MAX_SAFE_INTEGER = (1 << 53) - 1  # https://atproto.com/specs/data-model
 TID_ALPHABET = "234567abcdefghijklmnopqrstuvwxyz"
 TID_CLOCK_BITS = 10
 ATTEMPT_CLAIM = timedelta(minutes=3)  # longer than the requests of one attempt take
-SLOW_FAILURE = timedelta(seconds=5)  # after which a pass sends this server no further request
 MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL = timedelta(seconds=30), timedelta(hours=1)
 GIVE_UP_AFTER = timedelta(hours=24)
 # At which the agent of a record has an account; None without an account.
@@ -118,30 +117,16 @@ def retry(row: AtprotoRecord, *, now: datetime, actor: str = "") -> bool:
 
 
 def create_due_records(*, now: datetime, limit: int = 500) -> SweepResult:
-    """Request the creation of the records that are due.
-
-    A server that does not answer costs a pass the time of one request: the other records for it are postponed."""
-    result, silent = SweepResult(), set[str]()
-    clock = clock_from(now)
-    for pk, server in find_due(now=now).annotate(server=SERVER_URL).values_list("pk", "server")[:limit]:
-        if clock() - now >= PASS_TIME_LIMIT:
-            break
-        if server in silent:
-            continue
-        note_progress()
-        started = clock()
-        try:
-            outcome = attempt(pk, now=started, actor="sweep")
-            result.note(outcome)
-            if server and outcome == "postponed" and clock() - started >= SLOW_FAILURE:
-                silent.add(server)
-                agents = AtprotoAccount.objects.filter(service_url=server).values("agent_did")
-                others = find_due(now=now).filter(agent_did__in=agents)
-                result.note("postponed", others.update(next_attempt_at=now + MIN_RETRY_INTERVAL))
-        except Exception as failed:  # its claim passes, and the others are requested meanwhile
-            log.exception("record not requested", record=str(pk))
-            result.failures.append(f"record {pk}: {failed}")
+    """Request the creation of the records that are due, up to `limit` at each server, and at different servers in parallel."""
+    result = SweepResult()
+    CALLS.run(list_due(find_due(now=now), SERVER_URL, "next_attempt_at", limit=limit), clock=clock_from(now), result=result)
     return result
+
+
+def _postpone(server: Server, *, now: datetime) -> int:
+    """Make the due records for a server that does not answer due later."""
+    others = find_due(now=now).filter(agent_did__in=AtprotoAccount.objects.filter(service_url=server).values("agent_did"))
+    return others.update(next_attempt_at=now + MIN_RETRY_INTERVAL)
 
 
 def find_due(*, now: datetime) -> QuerySet[AtprotoRecord]:
@@ -153,6 +138,10 @@ def attempt(pk: UUID, *, now: datetime, actor: str = "") -> str:
     """Request the creation of a pending record once, and return the result as one word.
 
     An error is stored in the row. The request is repeated later, unless the server refused the record."""
+    return run_here(_attempt(pk, now=now, actor=actor))
+
+
+def _attempt(pk: UUID, *, now: datetime, actor: str = "sweep") -> Attempt[str]:
     clock = clock_from(now)
     pending = AtprotoRecord.objects.filter(pk=pk, status=RecordStatus.PENDING)
     row = pending.select_related("lease__environment_type__policy").first()
@@ -160,7 +149,7 @@ def attempt(pk: UUID, *, now: datetime, actor: str = "") -> str:
         return "lost race"
     checkpoint("record claimed", row)
     try:
-        reference = _request_creation(row, now=clock())
+        reference = yield from _request_creation(row, now=clock())
     except (ServiceError, RecordRefused, SandboxError, accounts.AccountPasswordUnreadable) as error:
         return _note_error(row, error, claimed_until=now + ATTEMPT_CLAIM, now=clock())
     checkpoint("record created", row)
@@ -179,26 +168,27 @@ def _claim(row: AtprotoRecord, *, until: datetime, now: datetime) -> bool:
         return bool(due.update(next_attempt_at=until, attempts=F("attempts") + 1))
 
 
-def _request_creation(row: AtprotoRecord, *, now: datetime) -> RecordReference:
+def _request_creation(row: AtprotoRecord, *, now: datetime) -> Attempt[RecordReference]:
     if row.collection not in _list_collections(row.lease):  # of the policy as it is now
         raise RecordRefused(NOT_PERMITTED)
     account = AtprotoAccount.objects.filter(agent_did=row.agent_did).first()
     if account is None:
         raise ServiceError("The agent has no AT Protocol account.", retryable=True)
     service = RepositoryService(account.service_url)
-    authorization = accounts.authorize(account, now=now)
+    create = partial(service.create_record, row.agent_did, row.collection, row.record_key, row.value)
+    authorization = yield from accounts.authorize(account, now=now)
     try:
-        return service.create_record(row.agent_did, row.collection, row.record_key, row.value, authorization=authorization)
+        return (yield partial(create, authorization=authorization))
     except ServiceError as error:
         if not error.expired:
             raise
-    renewed = accounts.renew_authorization(account, authorization, now=now)
-    return service.create_record(row.agent_did, row.collection, row.record_key, row.value, authorization=renewed)
+    renewed = yield from accounts.renew_authorization(account, authorization, now=now)
+    return (yield partial(create, authorization=renewed))
 
 
 def _note_error(row: AtprotoRecord, error: Exception, *, claimed_until: datetime, now: datetime) -> str:
     claimed = AtprotoRecord.objects.filter(pk=row.pk, status=RecordStatus.PENDING, next_attempt_at=claimed_until)
-    message = str(error)[:500]
+    message = str(error)
     log.warning("record not created", record=str(row.pk), agent=row.agent_did, error=message)
     is_final = isinstance(error, RecordRefused) or (isinstance(error, ServiceError) and not error.retryable)
     if is_final or now >= row.give_up_at:
@@ -209,6 +199,9 @@ def _note_error(row: AtprotoRecord, error: Exception, *, claimed_until: datetime
     next_attempt_at = min(max(stated or now, now + interval), now + MAX_RETRY_INTERVAL)
     claimed.update(next_attempt_at=next_attempt_at, error=message)
     return "postponed"
+
+
+CALLS = ServerCalls(_attempt, failure="postponed", postpone=_postpone)
 
 
 def _list_collections(lease: Lease) -> list[str]:

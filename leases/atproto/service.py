@@ -17,6 +17,7 @@ from sandboxes.http_calls import CallFailed, HttpAnswer
 from sandboxes.redaction.streams import list_secrets
 from sandboxes.redaction.texts import quote_answer, redact
 
+MAX_URI_CHARS, MAX_CID_CHARS = 1200, 128  # of the columns; at://, a DID, an NSID and a record key have 1,091 at most
 TIMEOUT_SECONDS = 20.0  # of one request and its answer
 CREATE_RECORD, GET_RECORD = "com.atproto.repo.createRecord", "com.atproto.repo.getRecord"
 CREATE_SESSION, REFRESH_SESSION = "com.atproto.server.createSession", "com.atproto.server.refreshSession"
@@ -116,9 +117,9 @@ def _read_retry_at(answer: HttpAnswer) -> datetime | None:
 
 def _read_reference(document: Mapping[str, Any]) -> RecordReference:
     uri, cid = document.get("uri"), document.get("cid")
-    if not (isinstance(uri, str) and uri and isinstance(cid, str)):
-        raise ServiceError("The server's answer has no URI of the record.", retryable=True)
-    return RecordReference(uri[:1200], cid[:128])
+    if not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and isinstance(cid, str) and len(cid) <= MAX_CID_CHARS):
+        raise ServiceError("The server's answer has no valid URI and CID of the record.", retryable=True)
+    return RecordReference(uri, cid)
 
 
 def _require_same(existing: Mapping[str, Any], value: Mapping[str, Any], key: str) -> RecordReference:

@@ -10,6 +10,7 @@ from django.db.models import Q, Value
 from django.utils import timezone
 
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
+from sandboxes.db.message_fields import MessageField
 from sandboxes.db.prefix_index import PrefixIndex
 
 BRANCH_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*"
@@ -122,16 +123,16 @@ class CodingTask(models.Model):
     proposal_title = models.CharField(max_length=200, blank=True)
     proposal_body = models.TextField(blank=True)
     pull_request_number = models.PositiveIntegerField(null=True, blank=True)
-    pull_request_url = models.CharField(max_length=500, blank=True)
+    pull_request_url = MessageField(max_length=500, blank=True)
     submissions = models.PositiveIntegerField(default=0)
     refusals = models.JSONField(default=list, blank=True, help_text="Reasons why the last submission was refused.")
     created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
-    created_by = models.CharField(max_length=255, blank=True)
+    created_by = MessageField(max_length=255, blank=True)
     submitted_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
     busy_until = models.DateTimeField(null=True, blank=True, help_text="Deadline of the submission in progress.")
     next_poll_at = models.DateTimeField(null=True, blank=True, help_text="Next request to the forge.")
-    poll_error = models.CharField(max_length=500, blank=True)
+    poll_error = MessageField(max_length=500, blank=True)
 
     class Meta:
         default_permissions = ("view",)

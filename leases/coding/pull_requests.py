@@ -9,7 +9,8 @@ from functools import partial
 from uuid import UUID
 
 import structlog
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet, Value
+from django.db.models.functions import Coalesce, NullIf
 
 from leases import conditions
 from leases.coding import repositories, tasks
@@ -19,50 +20,33 @@ from leases.coding.models import CodingTask, CodingTaskStatus, CompletesOn, Repo
 from leases.errors import RepositoryUnavailable
 from leases.models import Lease
 from leases.tasks import enqueue_reclaim
-from sandboxes.claims import note_progress
 from sandboxes.db.clock import clock_from
 from sandboxes.deferred_writes import end_if_unanswered
 from sandboxes.lifecycle import checkpoint
-from sandboxes.sweep_log import PASS_TIME_LIMIT, SweepResult
+from sandboxes.server_calls import Attempt, Server, ServerCalls, list_due, run_here
+from sandboxes.sweep_log import SweepResult
 
 log = structlog.get_logger(__name__)
 TASK_COMPLETE, MERGED, CLOSED = "task.complete", "pr.merged", "pr.closed"  # conditions
-SERVER_COLUMNS = ("repository__api_url", "repository__clone_url")
+# API of the forge. A bare repository has no server in common with others.
+FORGE = Coalesce(NullIf("repository__api_url", Value("")), "repository__clone_url")
 MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = timedelta(minutes=1), timedelta(hours=1)
-SLOW_FAILURE = timedelta(seconds=5)  # after which a pass sends this forge no further request
 POLL_CLAIM = timedelta(minutes=5)  # longer than requests to a forge take
 
 
 def poll_pull_requests(*, now: datetime, limit: int = 100) -> SweepResult:
-    """Open the pull requests of pushed branches, and read the state of open ones. Abandon tasks whose environment ended.
-
-    A forge that does not answer costs a pass the time of one request: the other tasks of its repositories are postponed."""
-    result, silent = SweepResult(), set[tuple[str, str]]()
-    clock = clock_from(now)
-    for pk, *server in list(find_due(now=now).values_list("pk", *SERVER_COLUMNS)[:limit]):
-        if clock() - now >= PASS_TIME_LIMIT:
-            break
-        if (forge := _name_forge(*server)) in silent:
-            continue
-        note_progress()
-        started = clock()
-        try:
-            outcome = propose_or_poll(pk, now=started, actor="sweep")
-            result.note(outcome)
-            if outcome == "failed" and clock() - started >= SLOW_FAILURE:
-                silent.add(forge)
-                others = find_due(now=now).filter(repository__in=Repository.objects.filter(**dict([forge])))
-                result.note("postponed", others.update(next_poll_at=now + MIN_POLL_INTERVAL))
-        except Exception as failed:  # its claim passes, and the others are polled meanwhile
-            log.exception("pull request not polled", task=str(pk))
-            result.failures.append(f"task {pk}: {failed}")
+    """Open the pull requests of pushed branches, and read the state of open ones: up to `limit` at each forge, and at different
+    forges in parallel. Abandon tasks whose environment ended."""
+    result = SweepResult()
+    CALLS.run(list_due(find_due(now=now), FORGE, "next_poll_at", limit=limit), clock=clock_from(now), result=result)
     result.note("abandoned", tasks.abandon_unsubmitted(now=now))
     return result
 
 
-def _name_forge(api_url: str, clone_url: str) -> tuple[str, str]:
-    """Return the column and the value that the repositories at a forge share. A bare repository has none in common."""
-    return ("api_url", api_url) if api_url else ("clone_url", clone_url)
+def _postpone(forge: Server, *, now: datetime) -> int:
+    """Make the due tasks at a forge that does not answer due later."""
+    repositories_of_forge = Repository.objects.filter(Q(api_url=forge) | Q(api_url="", clone_url=forge))
+    return find_due(now=now).filter(repository__in=repositories_of_forge).update(next_poll_at=now + MIN_POLL_INTERVAL)
 
 
 def find_due(*, now: datetime) -> QuerySet[CodingTask]:
@@ -74,16 +58,20 @@ def propose_or_poll(pk: UUID, *, now: datetime, actor: str = "") -> str:
     """Open the pull request of a task, or read its state, and return the result as one word.
 
     An error of the forge is stored in the task, and the request is repeated later."""
+    return run_here(_propose_or_poll(pk, now=now, actor=actor))
+
+
+def _propose_or_poll(pk: UUID, *, now: datetime, actor: str = "sweep") -> Attempt[str]:
     clock = clock_from(now)
     task = CodingTask.objects.select_related("repository").get(pk=pk)
     claimed = CodingTask.objects.filter(pk=pk, next_poll_at=now + POLL_CLAIM)
     if not _claim(task, claimed, now=now):
         return "lost race"
     try:
-        pull_request = _request_pull_request(task)
+        pull_request = yield partial(_request_pull_request, task)
     except (ForgeError, RepositoryUnavailable, GitError, InvalidCloneUrl) as error:
         at = clock() + _choose_interval(task, clock())
-        claimed.update(poll_error=str(error)[:500], next_poll_at=at)
+        claimed.update(poll_error=str(error), next_poll_at=at)
         log.warning("forge request failed", task=str(pk), error=str(error))
         return "failed"
     checkpoint("pull request known", task)
@@ -91,6 +79,9 @@ def propose_or_poll(pk: UUID, *, now: datetime, actor: str = "") -> str:
         enqueue_reclaim()
     checkpoint("conditions posted", task)
     return _record(task, pull_request, claimed, now=clock())
+
+
+CALLS = ServerCalls(_propose_or_poll, failure="failed", postpone=_postpone)
 
 
 def _claim(task: CodingTask, claimed: QuerySet[CodingTask], *, now: datetime) -> bool:
@@ -138,7 +129,7 @@ def _record(task: CodingTask, found: PullRequest, claimed: QuerySet[CodingTask],
     recorded = claimed.filter(status=task.status).update(
         status=status,
         pull_request_number=found.number,
-        pull_request_url=found.url[:500],
+        pull_request_url=found.url,
         poll_error="",
         next_poll_at=now + _choose_interval(task, now) if is_open else None,
         ended_at=None if is_open else now,

@@ -52,7 +52,7 @@ def create(
         lifecycle.create(environment, now=now, actor=actor)
         task, is_new = CodingTask.objects.get_or_create(
             environment_id=environment_id,
-            defaults={**fields, "branch": _name_branch(environment_id), "created_at": now, "created_by": actor[:255]},
+            defaults={**fields, "branch": _name_branch(environment_id), "created_at": now, "created_by": actor},
         )
     if any(getattr(task, name) != value for name, value in fields.items()):
         raise Conflict("This environment has another coding task.", field="environment_id")

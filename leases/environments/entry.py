@@ -12,11 +12,12 @@ from datetime import datetime
 from django.db import IntegrityError
 
 from leases.allow_lists import AllowLists
-from leases.environments.models import Environment
+from leases.environments.models import Environment, Participant
 from leases.errors import Conflict, EnvironmentEnded, EnvironmentNotFound, InvalidRequest
 from leases.models import Agent, EnvironmentType
 from leases.projects.models import DEFAULT_PROJECT_ID
 from sandboxes.db import dialect, sql
+from sandboxes.db.message_fields import fit_column
 
 UNUSED = "unused"  # end reason of environments that are opened again by the next entry
 IS_PARTICIPANT_SQL = "SELECT EXISTS (SELECT 1 FROM leases_participant WHERE environment_id = %s AND agent_did = %s)"
@@ -121,4 +122,5 @@ class Entry:
 
 def add_participants(environment_id: str, agents: Sequence[str], *, now: datetime, actor: str = "") -> int:
     """Add agents to the participants of an environment, and return how many are new. Their projects are not checked."""
-    return sum(sql.execute(ADD_PARTICIPANT_SQL, environment_id, did, now, actor[:255]) for did in agents)
+    added_by = fit_column(Participant, "added_by", actor)
+    return sum(sql.execute(ADD_PARTICIPANT_SQL, environment_id, did, now, added_by) for did in agents)

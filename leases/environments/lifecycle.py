@@ -19,6 +19,7 @@ from leases.environments.entry import UNUSED, add_participants
 from leases.environments.models import Environment, EnvironmentOutcome
 from leases.errors import Conflict, EnvironmentEnded, EnvironmentNotFound, InvalidRequest
 from leases.models import EnvironmentType, Lease, LeaseStatus
+from leases.patterns import require_fits
 from leases.projects import registry
 
 log = structlog.get_logger(__name__)
@@ -58,6 +59,7 @@ def create(request: NewEnvironment, *, now: datetime, actor: str = "") -> tuple[
     environment_type = EnvironmentType.objects.filter(name=request.type).first()
     if environment_type is None:
         raise InvalidRequest("type", "There is no such environment type.")
+    require_fits(Environment, phase=request.phase)
     project = registry.find(request.project)
     open_to_project = environment_type.open_to_project if request.open_to_project is None else request.open_to_project
     columns: dict[str, Any] = {
@@ -124,7 +126,8 @@ def start(environment_id: str, *, now: datetime, actor: str = "") -> bool:
 
 
 def set_phase(environment_id: str, phase: str, *, actor: str = "") -> bool:
-    """Set the phase. Return False if it is the current one. Raise EnvironmentNotFound or EnvironmentEnded."""
+    """Set the phase. Return False if it is the current one. Raise InvalidRequest, EnvironmentNotFound or EnvironmentEnded."""
+    require_fits(Environment, phase=phase)
     if Environment.objects.filter(~Q(phase=phase), pk=environment_id, ended_at__isnull=True).update(phase=phase):
         log.info("environment phase set", environment=environment_id, phase=phase, actor=actor)
         return True
@@ -214,7 +217,7 @@ def _record_outcome(environment_id: str, outcome: Any, *, now: datetime, actor: 
     assert ended_at  # the caller has ended the environment, or found it ended
     EnvironmentOutcome.objects.get_or_create(
         environment_id=environment_id, ended_at=ended_at,
-        defaults={"recorded_at": now, "recorded_by": actor[:255], "text": json.dumps(outcome)},
+        defaults={"recorded_at": now, "recorded_by": actor, "text": json.dumps(outcome)},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from django.db.models.functions import Coalesce
 from django.utils import timezone
 
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
+from sandboxes.db.message_fields import MessageField
 
 
 class EnvironmentQuerySet(models.QuerySet["Environment"]):
@@ -94,7 +95,7 @@ class Participant(models.Model):
     environment = models.ForeignKey(Environment, on_delete=models.CASCADE, related_name="participants", db_index=False)
     agent_did = models.CharField(max_length=255, verbose_name="agent")
     added_at = models.DateTimeField()
-    added_by = models.CharField(max_length=255, blank=True)
+    added_by = MessageField(max_length=255, blank=True)
 
     class Meta:
         default_permissions = ()
@@ -112,7 +113,7 @@ class EnvironmentOutcome(models.Model):
     environment = models.ForeignKey(Environment, on_delete=models.CASCADE, related_name="outcomes", db_index=False)
     ended_at = models.DateTimeField(help_text="The end to which the outcome belongs.")
     recorded_at = models.DateTimeField()
-    recorded_by = models.CharField(max_length=255, blank=True)
+    recorded_by = MessageField(max_length=255, blank=True)
     text = models.TextField(help_text="Any JSON value, as text.")
 
     class Meta:
@@ -131,7 +132,7 @@ class EnvironmentSecret(models.Model):
     environment = models.ForeignKey(Environment, on_delete=models.CASCADE, related_name="secrets")
     sealed = models.BinaryField(editable=False, help_text="Encrypted by sandboxes.db.encryption.")
     created_at = models.DateTimeField()
-    created_by = models.CharField(max_length=255, blank=True)
+    created_by = MessageField(max_length=255, blank=True)
     valid_until = models.DateTimeField(null=True, blank=True, help_text="Set by a rotation. Empty: no end.")
 
     class Meta:

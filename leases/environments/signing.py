@@ -29,7 +29,7 @@ def add_secret(
 
     Raise EnvironmentNotFound."""
     environment = lifecycle.find(environment_id)
-    row = EnvironmentSecret(environment=environment, created_at=now, created_by=actor[:255])
+    row = EnvironmentSecret(environment=environment, created_at=now, created_by=actor)
     secret, text = signatures.generate_secret()
     row.sealed = encryption.encrypt(secret, row=_encryption_context(row))
     until = now if revoke_previous else now + ROTATION_OVERLAP

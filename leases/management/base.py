@@ -15,7 +15,7 @@ from django.core.exceptions import ValidationError
 from django.core.management.base import CommandError
 
 from leases.errors import InvalidRequest
-from leases.models import DID_DESCRIPTION, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, validate_did
+from leases.models import DID_DESCRIPTION, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN, Lease, require_did
 from sandboxes.db import durations
 from sandboxes.management import base
 
@@ -61,7 +61,7 @@ def parse_lease_id(text: str) -> UUID:
 def parse_did(text: str) -> str:
     """Return a valid DID unchanged. Raise InvalidRequest otherwise."""
     try:
-        validate_did(text)
+        require_did(text)
     except ValidationError:
         raise InvalidRequest("agent", f"{text[:80]!r} is not {DID_DESCRIPTION}.") from None
     return text

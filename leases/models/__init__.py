@@ -12,6 +12,7 @@ from leases.models.agents import (
     AgentKey,
     KeyScope,
     default_key_scopes,
+    require_did,
     validate_did,
 )
 from leases.models.environment_types import (
@@ -81,5 +82,6 @@ __all__ = [
     "check_vendor_interval",
     "default_key_scopes",
     "default_turn_argv",
+    "require_did",
     "validate_did",
 ]

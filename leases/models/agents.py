@@ -1,5 +1,6 @@
 """Tables of agents and API keys."""
 
+from django.core.exceptions import ValidationError
 from django.core.validators import RegexValidator
 from django.db import models
 from django.db.models import Value
@@ -9,10 +10,18 @@ from leases.projects.models import DEFAULT_PROJECT_ID, Project
 from sandboxes.models.resource_limits import ResourceLimits
 
 DID_PATTERN = r"did:[a-z0-9]+:[A-Za-z0-9._:%-]*[A-Za-z0-9._-]"
+MAX_DID_CHARS = 255
 DID_DESCRIPTION = "a DID such as did:plc:abc123: letters, digits and . _ : % - after did:<method>:, at most 255 characters"
 
 # Django %-formats the message of a validator.
 validate_did = RegexValidator(rf"\A{DID_PATTERN}\Z", f"Not {DID_DESCRIPTION}.".replace("%", "%%"))
+
+
+def require_did(text: str) -> None:
+    """Raise ValidationError unless the text is a DID that its columns can store. The validator does not limit the length."""
+    validate_did(text)
+    if len(text) > MAX_DID_CHARS:
+        raise ValidationError(f"Not {DID_DESCRIPTION}.")
 
 
 class Agent(models.Model):

@@ -6,6 +6,7 @@ from django.db import models
 from django.db.models import F, Q, Value
 
 from leases.models.environment_types import EnvironmentType
+from sandboxes.db.message_fields import MessageField
 from sandboxes.models import Pool, SkipReason
 
 ENVIRONMENT_ID_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"
@@ -98,7 +99,7 @@ class Lease(models.Model):
     )  # fmt: skip
     ended_at = models.DateTimeField(null=True, blank=True)
     end_reason = models.CharField(max_length=80, blank=True)
-    end_detail = models.CharField(
+    end_detail = MessageField(
         max_length=500, blank=True, help_text="Detail of end_reason, such as the budget or the error message."
     )
     forked_from = models.ForeignKey(
@@ -167,8 +168,8 @@ class LeaseEvent(models.Model):
     at = models.DateTimeField()
     # granted, ended, destroyed, failed, recovered, workspace_over_limit, call_limits, snapshot, restored, forked, pool_skipped
     kind = models.CharField(max_length=32)
-    actor = models.CharField(max_length=255, blank=True)
-    reason = models.CharField(max_length=500, blank=True)
+    actor = MessageField(max_length=255, blank=True)
+    reason = MessageField(max_length=500, blank=True)
     pool = models.ForeignKey(
         Pool, on_delete=models.PROTECT, null=True, blank=True, editable=False, related_name="+", db_index=False,
         help_text="Pool that was passed over.",

@@ -313,4 +313,4 @@ def _end_one_shot_lease(row: QueuedRun, *, now: datetime) -> None:
 
 def build_runner_name() -> str:
     """Return a name for the runner of this process. It begins with the instance, which a restart releases."""
-    return f"{settings.INSTANCE}:{uuid.uuid4().hex[:8]}"[:100]
+    return f"{settings.INSTANCE}:{uuid.uuid4().hex[:8]}"

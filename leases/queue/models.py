@@ -5,6 +5,7 @@ import uuid
 from django.db import models
 from django.db.models import F, Q
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.models import Pool
 
 MAX_RUN_ATTEMPT = (1 << 15) - 1  # of Run.attempt: a wider column would rewrite the largest table
@@ -31,7 +32,7 @@ class QueuedRun(models.Model):
     pool = models.ForeignKey(Pool, on_delete=models.PROTECT, related_name="+", db_index=False)
     request = models.JSONField(help_text="Command and options, without secrets.")
     sealed = models.BinaryField(default=b"", help_text="Environment variables, stdin and prompt, encrypted.")
-    actor = models.CharField(max_length=255, blank=True)
+    actor = MessageField(max_length=255, blank=True)
     turn_number = models.BigIntegerField(
         null=True, blank=True, help_text="Of a turn. The turns of an agent in an environment are played in this order."
     )

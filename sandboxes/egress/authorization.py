@@ -202,7 +202,7 @@ def _build_row(caller: CallerIdentity, call_id: str, path: str, *, now: datetime
     sandbox = caller.sandbox
     return LlmCall(
         call_id=call_id, sandbox=sandbox, holder=caller.holder, agent_did=sandbox.agent_did,
-        environment_id=sandbox.environment_id, run_id=caller.run, path=path[:200], server=describe_server(),
+        environment_id=sandbox.environment_id, run_id=caller.run, path=path, server=describe_server(),
         started_at=now, deadline_at=now, **fields,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ def settle_call(row: LlmCall, result: CallResult, *, now: datetime) -> bool:
         code = code or REFUSED_AMOUNT_CODE
         log.error("cost or tokens stated by the upstream are out of range", call=row.call_id)
     changes: dict[str, object] = {
-        "ended_at": now, "outcome": str(result.outcome), "status": result.status, "code": code[:64],
+        "ended_at": now, "outcome": str(result.outcome), "status": result.status, "code": code,
         "first_byte_at": result.first_byte_at, "received_bytes": result.received_bytes,
     }  # fmt: skip
     if result.sent_bytes is not None:

@@ -14,7 +14,6 @@ from sandboxes.providers.errors import ProviderError
 from sandboxes.providers.registry import PROVIDERS
 
 STALE_AFTER = timedelta(minutes=5)  # the worker reads every minute
-MAX_ERROR_CHARACTERS = 1000
 GIBI_IN_MEBI = 1024
 
 
@@ -46,7 +45,7 @@ def record_quotas(provider: Provider, host: Host, *, now: datetime) -> None:
 
 def record_failure(host: Host, error: str) -> None:
     """Store why the limits cannot be read."""
-    Host.objects.filter(pk=host.pk).update(quotas_error=error[:MAX_ERROR_CHARACTERS])
+    Host.objects.filter(pk=host.pk).update(quotas_error=error)
 
 
 def find_hosts(provider_name: str) -> list[Host]:

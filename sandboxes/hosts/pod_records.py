@@ -11,7 +11,6 @@ from sandboxes.providers.errors import FailureCause
 from sandboxes.providers.kubernetes.endings import Ending
 
 PROVIDER_NAME = "kubernetes"
-MAX_MESSAGE_CHARACTERS = 500
 
 
 class PodRows:
@@ -33,9 +32,8 @@ class PodRows:
         return Ending(FailureCause(found[0]), found[1]) if found else None
 
     def store_ending(self, ref: str, uid: str, ending: Ending) -> None:
-        message = ending.message[:MAX_MESSAGE_CHARACTERS]
-        rows = _find_rows(ref).filter(pod_uid=uid).exclude(pod_end_cause=ending.cause, pod_end_message=message)
-        rows.update(pod_end_cause=ending.cause, pod_end_message=message)
+        columns = {"pod_end_cause": ending.cause, "pod_end_message": ending.message}
+        _find_rows(ref).filter(pod_uid=uid).exclude(**columns).update(**columns)
 
     def is_sealed(self, engine_id: str) -> bool:
         return Host.objects.filter(pk=compute_host_id(PROVIDER_NAME, engine_id), sealed=True).exists()

@@ -3,6 +3,8 @@
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import MessageField
+
 
 class EgressConnection(models.Model):
     """One connection, or one refused attempt.
@@ -34,7 +36,7 @@ class EgressConnection(models.Model):
     deadline_at = models.DateTimeField()
     ended_at = models.DateTimeField(null=True, blank=True)
     outcome = models.CharField(max_length=8, choices=Outcome.choices, default=Outcome.OPEN)
-    code = models.CharField(max_length=64, blank=True, help_text="Reason of a refusal, a failure or an interruption.")
+    code = MessageField(max_length=64, blank=True, help_text="Reason of a refusal, a failure or an interruption.")
     sent_bytes = models.PositiveBigIntegerField(default=0, help_text="From the sandbox.")
     received_bytes = models.PositiveBigIntegerField(default=0, help_text="To the sandbox.")
 

@@ -3,6 +3,8 @@
 from django.db import models
 from django.db.models import Value
 
+from sandboxes.db.message_fields import LongMessageField
+
 
 class Host(models.Model):
     """One engine, as seen by the control plane on its machine.
@@ -38,14 +40,14 @@ class Host(models.Model):
         null=True, blank=True, editable=False, help_text="Sandboxes reach the gateway alone. Empty: not checked."
     )
     seal_checked_at = models.DateTimeField(null=True, blank=True, editable=False)
-    seal_report = models.TextField(
+    seal_report = LongMessageField(
         blank=True, default="", db_default="", editable=False, help_text="Destinations tried, with the outcomes."
     )
 
     # Limits of the engine on all sandboxes, as last read: sandboxes.hosts.engine_quotas.
     quotas = models.JSONField(default=list, db_default=Value([], models.JSONField()), blank=True, editable=False)
     quotas_read_at = models.DateTimeField(null=True, blank=True, editable=False)
-    quotas_error = models.TextField(
+    quotas_error = LongMessageField(
         blank=True,
         default="",
         db_default="",
@@ -74,7 +76,7 @@ class Host(models.Model):
     start_probing = models.BooleanField(
         default=False, db_default=False, editable=False, help_text="One start has been let through to test the provider."
     )
-    start_error = models.TextField(blank=True, default="", db_default="", editable=False)
+    start_error = LongMessageField(blank=True, default="", db_default="", editable=False)
     start_error_code = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
 
     class Meta:

@@ -5,6 +5,7 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.db.prefix_index import PrefixIndex
 
 ACTIVE_KEY_FILTER = Q(retired_at__isnull=True, revoked_at__isnull=True)
@@ -22,10 +23,10 @@ class SigningKey(models.Model):
     public_key = models.CharField(max_length=64, unique=True, help_text="Multibase, as in did:key.")
     sealed = models.BinaryField(null=True, editable=False, help_text="Private key, encrypted by sandboxes.db.encryption.")
     created_at = models.DateTimeField()
-    created_by = models.CharField(max_length=255, blank=True)
+    created_by = MessageField(max_length=255, blank=True)
     retired_at = models.DateTimeField(null=True, blank=True, help_text="Time of rotation to another key.")
     revoked_at = models.DateTimeField(null=True, blank=True)
-    ended_by = models.CharField(max_length=255, blank=True, help_text="Operator or agent that retired or revoked the key.")
+    ended_by = MessageField(max_length=255, blank=True, help_text="Operator or agent that retired or revoked the key.")
 
     class Meta:
         default_permissions = ("view",)
@@ -69,7 +70,7 @@ class MintedToken(models.Model):
     lxm = models.CharField(max_length=317, verbose_name="method")
     at = models.DateTimeField()
     expires_at = models.DateTimeField()
-    actor = models.CharField(max_length=255, blank=True)
+    actor = MessageField(max_length=255, blank=True)
 
     class Meta:
         verbose_name = "service token"

@@ -5,6 +5,8 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import LongMessageField, MessageField
+
 MARK_NAME = "installation.json"  # of the installation's mark: key in the store, and file name in the state directory
 
 
@@ -17,9 +19,9 @@ class Installation(models.Model):
         default=0, help_text="Increases with each mark written to the store and the state directory. 0: never marked."
     )
     marked_at = models.DateTimeField(null=True, blank=True)
-    mismatch = models.TextField(blank=True, help_text="Why destructive sweeps are refused. Empty: they run.")
+    mismatch = LongMessageField(blank=True, help_text="Why destructive sweeps are refused. Empty: they run.")
     confirmed_at = models.DateTimeField(null=True, blank=True)
-    confirmed_by = models.CharField(max_length=255, blank=True)
+    confirmed_by = MessageField(max_length=255, blank=True)
 
     class Meta:
         default_permissions = ("view",)

@@ -5,6 +5,7 @@ from decimal import Decimal
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.db.prefix_index import PrefixIndex
 
 
@@ -57,7 +58,7 @@ class LlmCall(models.Model):
     environment_id = models.CharField(max_length=200, blank=True)
     run = models.ForeignKey("sandboxes.Run", on_delete=models.SET_NULL, null=True, blank=True, related_name="calls")
     kind = models.CharField(max_length=8, choices=Kind.choices, default=Kind.LLM)
-    path = models.CharField(max_length=200, blank=True)
+    path = MessageField(max_length=200, blank=True)
     model = models.CharField(max_length=200, blank=True, help_text="Name in the upstream's response, otherwise in the request.")
     requested_model = models.CharField(max_length=200, blank=True, default="", db_default="", help_text="Name in the request.")
     streamed = models.BooleanField(default=False)
@@ -70,7 +71,7 @@ class LlmCall(models.Model):
     ended_at = models.DateTimeField(null=True, blank=True)
     outcome = models.CharField(max_length=8, choices=Outcome.choices, default=Outcome.OPEN)
     status = models.PositiveSmallIntegerField(null=True, blank=True, help_text="HTTP status sent to the sandbox.")
-    code = models.CharField(max_length=64, blank=True, help_text="Error code of a refused or failed call.")
+    code = MessageField(max_length=64, blank=True, help_text="Error code of a refused or failed call.")
     sent_bytes = models.PositiveBigIntegerField(default=0)
     received_bytes = models.PositiveBigIntegerField(default=0)
     logged_at = models.DateTimeField(

@@ -4,6 +4,8 @@ from uuid import uuid4
 
 from django.db import models
 
+from sandboxes.db.message_fields import MessageField
+
 
 class OperatorAction(models.Model):
     """Change of a row by an operator's API key or a command. Never changed, and kept when the row is deleted.
@@ -13,10 +15,10 @@ class OperatorAction(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid4, editable=False)
     kind = models.CharField(max_length=100, help_text='Label of the changed row\'s model, such as "billing.budget".')
     object_id = models.CharField(max_length=64, help_text="Primary key of the changed row.")
-    object_text = models.CharField("object", max_length=300, help_text="Description of the row after the change.")
-    action = models.CharField(max_length=60)
-    detail = models.CharField(max_length=1000, blank=True)
-    actor = models.CharField("by", max_length=200, help_text="API key, or the command line.")
+    object_text = MessageField("object", max_length=300, help_text="Description of the row after the change.")
+    action = MessageField(max_length=60)
+    detail = MessageField(max_length=1000, blank=True)
+    actor = MessageField("by", max_length=200, help_text="API key, or the command line.")
     at = models.DateTimeField()
 
     class Meta:

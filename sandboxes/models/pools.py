@@ -8,6 +8,7 @@ from django.db import models
 from django.db.models import F, Q, Value
 from django.utils import timezone
 
+from sandboxes.db.message_fields import LongMessageField, MessageField
 from sandboxes.models.resource_limits import MIN_MEMORY_MIB, MIN_MILLICPUS, ResourceLimits, validate_images
 from sandboxes.providers.registry import PROVIDERS
 
@@ -60,7 +61,7 @@ class Pool(ResourceLimits):
         db_default=False,
         help_text="Set the capacity to LEASEHOLD_MAX_SANDBOXES, or if that is unset by the engine's memory.",
     )
-    capacity_origin = models.CharField(
+    capacity_origin = MessageField(
         max_length=255,
         blank=True,
         default="",
@@ -86,12 +87,12 @@ class Pool(ResourceLimits):
     warm_paused_until = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="End of the pause after repeated failed starts."
     )
-    warm_error = models.TextField(blank=True, editable=False)
+    warm_error = LongMessageField(blank=True, editable=False)
     # Failed starts of this pool since the last one that succeeded: sandboxes.pool.start_failures.
     starts_failing_since = models.DateTimeField(
         null=True, blank=True, editable=False, help_text="First failed start since the last one that succeeded."
     )
-    start_error = models.TextField(blank=True, default="", db_default="", editable=False)
+    start_error = LongMessageField(blank=True, default="", db_default="", editable=False)
     start_error_code = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
     workspace_limit_mib = models.PositiveIntegerField(
         default=2048, validators=[MinValueValidator(1)], help_text="Size of /workspace, MiB, above which an exec is refused."

@@ -7,6 +7,8 @@ from django.db import models
 from django.db.models import Case, F, Q, Value, When
 from django.db.models.functions import Coalesce
 
+from sandboxes.db.message_fields import MessageField
+
 
 class ProcessStatus(models.TextChoices):
     """State of a background process."""
@@ -57,7 +59,7 @@ class Process(models.Model):
     state = models.CharField(max_length=16, choices=ProcessStatus.choices, default=ProcessStatus.RUNNING)
     ended_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the end was detected.")
     exit_code = models.IntegerField(null=True, blank=True)
-    note = models.CharField(max_length=500, blank=True, help_text="Cause of the end, if the exit code does not show it.")
+    note = MessageField(max_length=500, blank=True, help_text="Cause of the end, if the exit code does not show it.")
     restart = models.CharField(
         max_length=16,
         choices=RestartPolicy,
@@ -136,7 +138,7 @@ def close_all_processes(
         is_due |= unkilled & Q(restart_after_wake=True)
     return rows.update(
         state=Case(When(is_running, then=Value(ProcessStatus.GONE.value)), default=F("state")),
-        note=Case(When(is_running, then=Value(note[:500])), default=F("note")),
+        note=Case(When(is_running, then=Value(note, output_field=Process._meta.get_field("note"))), default=F("note")),
         ended_at=Coalesce("ended_at", Value(now, output_field=models.DateTimeField())),
         restart_at=Case(When(is_due, then=Value(now)), default=None, output_field=models.DateTimeField()),
         wake_pending=Case(When(wakes, then=Value(True)), default=Value(False)),

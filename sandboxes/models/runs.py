@@ -6,6 +6,7 @@ from datetime import timedelta
 from django.db import models
 from django.db.models import F, Q
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.models.sandboxes import Sandbox
 
 
@@ -86,7 +87,7 @@ class Run(models.Model):
     stderr = models.BinaryField(default=b"", null=True)
     stdout_bytes = models.PositiveBigIntegerField(default=0, help_text="Bytes received; only the first are stored.")
     stderr_bytes = models.PositiveBigIntegerField(default=0)
-    note = models.CharField(max_length=500, blank=True, help_text="Cause, if the exit code does not show it.")
+    note = MessageField(max_length=500, blank=True, help_text="Cause, if the exit code does not show it.")
     stop_reason = models.CharField(
         max_length=16, choices=StopReason.choices, blank=True, db_default="", default="", editable=False,
         help_text="Reason of a request to stop the command. The process that waits for the command kills it.",

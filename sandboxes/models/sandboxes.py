@@ -7,6 +7,7 @@ from datetime import timedelta
 from django.db import models
 from django.db.models import Case, Q, Value, When
 
+from sandboxes.db.message_fields import LongMessageField, MessageField
 from sandboxes.models.hosts import Host
 from sandboxes.models.policies import SEALED_POLICY_NAME, Policy
 from sandboxes.models.pools import Pool
@@ -85,7 +86,7 @@ class Sandbox(models.Model):
         max_length=32, blank=True, default="", db_default="", editable=False,
         help_text="FailureCause of this Pod's end, as a watch has seen it. Empty: not known.",
     )  # fmt: skip
-    pod_end_message = models.TextField(blank=True, default="", db_default="", editable=False)
+    pod_end_message = LongMessageField(blank=True, default="", db_default="", editable=False)
     pending_since = models.DateTimeField(
         null=True,
         blank=True,
@@ -189,7 +190,7 @@ class Sandbox(models.Model):
         max_length=8, choices=FinalPersist.choices, default=FinalPersist.ALL, db_default=FinalPersist.ALL, editable=False,
         help_text="Unsaved state that is stored before the sandbox is destroyed.",
     )  # fmt: skip
-    last_error = models.TextField(blank=True)
+    last_error = LongMessageField(blank=True)
     quarantined_at = models.DateTimeField(
         null=True, blank=True, help_text="Time of quarantine. Destroy failed too often; an operator has to act."
     )
@@ -290,8 +291,8 @@ class Transition(models.Model):
     at = models.DateTimeField()
     holder = models.UUIDField(null=True, blank=True)
     code = models.CharField(max_length=32, choices=TransitionReason.choices)
-    reason = models.CharField(max_length=200)
-    actor = models.CharField(max_length=255, blank=True, help_text="Agent, operator or sweep that caused the transition.")
+    reason = MessageField(max_length=200)
+    actor = MessageField(max_length=255, blank=True, help_text="Agent, operator or sweep that caused the transition.")
 
     class Meta:
         default_permissions = ("view",)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from django.db import models
 from django.db.models import Q, Value
 
+from sandboxes.db.message_fields import LongMessageField, MessageField
 from sandboxes.db.prefix_index import PrefixIndex
 
 KEY_TIMESTAMP_FORMAT = "%Y%m%dT%H%M%SZ"  # part of every key, so that pruning knows the age of an object
@@ -249,7 +250,7 @@ class Attachment(models.Model):
     skill = models.CharField(max_length=63, blank=True, help_text="Environment type whose skill is written.")
     unsaved_since = models.DateTimeField(null=True, blank=True, help_text="Time since which changes could not be stored.")
     full = models.BooleanField(default=False, help_text="Changes not stored because the data limit was exceeded.")
-    last_error = models.TextField(blank=True)
+    last_error = LongMessageField(blank=True)
 
     class Meta:
         default_permissions = ()
@@ -275,8 +276,8 @@ class DataEvent(models.Model):
     agent_did = models.CharField(max_length=255, db_index=True)
     at = models.DateTimeField()
     kind = models.CharField(max_length=16, choices=Kind.choices)
-    path = models.CharField(max_length=1000, blank=True)
-    detail = models.CharField(max_length=500, blank=True)
+    path = MessageField(max_length=1000, blank=True)
+    detail = MessageField(max_length=500, blank=True)
 
     class Meta:
         default_permissions = ("view",)

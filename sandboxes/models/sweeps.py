@@ -5,6 +5,7 @@ from datetime import timedelta
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import LongMessageField
 from sandboxes.models.hosts import Host
 
 
@@ -29,7 +30,7 @@ class Sweep(models.Model):
     succeeded_at = models.DateTimeField(null=True, blank=True)
     took = models.DurationField(null=True, blank=True)
     counts = models.JSONField(default=dict)
-    last_error = models.TextField(blank=True)
+    last_error = LongMessageField(blank=True)
 
     class Meta:
         default_permissions = ("view",)

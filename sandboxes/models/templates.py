@@ -6,6 +6,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils import timezone
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.providers.base import TEMPLATE_TAG_PREFIX
 
 
@@ -42,7 +43,7 @@ class ImageTemplate(models.Model):
     dockerfile = models.TextField(blank=True, help_text="Dockerfile, instead of base and commands.")
     state = models.CharField(max_length=8, choices=TemplateState.choices, default=TemplateState.BUILDING)
     failure = models.CharField(max_length=16, choices=TemplateFailure.choices, blank=True)
-    error = models.CharField(max_length=2000, blank=True, help_text="Message of the failed build.")
+    error = MessageField(max_length=2000, blank=True, help_text="Message of the failed build.")
     image = models.CharField(max_length=255, blank=True, help_text="Name of the built image, for a pool. Empty: never built.")
     image_id = models.CharField(max_length=100, blank=True, help_text="Identity of the built image at the engine.")
     size_bytes = models.BigIntegerField(
@@ -50,7 +51,7 @@ class ImageTemplate(models.Model):
     )
     log = models.TextField(blank=True, help_text="Output of the last build, redacted; its middle is omitted if it is long.")
     created_at = models.DateTimeField(default=timezone.now)  # noqa: TID251 - decides nothing
-    requested_by = models.CharField(max_length=255, blank=True, help_text="Operator or API key of the last request.")
+    requested_by = MessageField(max_length=255, blank=True, help_text="Operator or API key of the last request.")
     started_at = models.DateTimeField(null=True, blank=True, help_text="Start of the last attempt.")
     finished_at = models.DateTimeField(null=True, blank=True, help_text="End of the last build.")
     build_number = models.PositiveIntegerField(default=1, db_default=1, help_text="Number of the last requested build, from 1.")

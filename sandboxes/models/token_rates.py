@@ -11,6 +11,7 @@ from django.db.models import Exists, OuterRef, Q
 from django.utils import timezone
 
 from sandboxes.db import database_time
+from sandboxes.db.message_fields import MessageField
 from sandboxes.models.llm_calls import TokenKind
 
 INSERT_BATCH_SIZE = 500
@@ -46,8 +47,8 @@ class TokenRate(models.Model):
         help_text="USD per million tokens, or per million web searches.",
     )  # fmt: skip
     valid_from = models.DateTimeField(help_text="Start of validity, by the start time of the call.")
-    source = models.CharField(max_length=300, blank=True, help_text="Page or file that states the price.")
-    note = models.CharField(max_length=300, blank=True)
+    source = MessageField(max_length=300, blank=True, help_text="Page or file that states the price.")
+    note = MessageField(max_length=300, blank=True)
     created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - shown only
 
     class Meta:

@@ -10,6 +10,7 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
 
+from sandboxes.db.message_fields import MessageField
 from sandboxes.db.prefix_index import PrefixIndex
 from sandboxes.webhooks.addresses import get_refusal_reason
 
@@ -86,10 +87,10 @@ class Webhook(models.Model):
     )
     active = models.BooleanField(default=True, editable=False, help_text="Off: paused by an operator.")
     created_at = models.DateTimeField(editable=False)
-    created_by = models.CharField(max_length=255, blank=True, editable=False)
+    created_by = MessageField(max_length=255, blank=True, editable=False)
     last_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="Time of the last attempt.")
     last_status = models.PositiveSmallIntegerField(null=True, blank=True, editable=False)
-    last_error = models.CharField(max_length=300, blank=True, editable=False)
+    last_error = MessageField(max_length=300, blank=True, editable=False)
     last_delivered_at = models.DateTimeField(null=True, blank=True, editable=False)
     failures = models.PositiveIntegerField(
         default=0, db_default=0, editable=False, help_text="Failed attempts since the last delivery."
@@ -184,7 +185,7 @@ class Delivery(models.Model):
     delivered_at = models.DateTimeField(null=True, blank=True)
     given_up_at = models.DateTimeField(null=True, blank=True)
     last_status = models.PositiveSmallIntegerField(null=True, blank=True)
-    last_error = models.CharField(max_length=300, blank=True)
+    last_error = MessageField(max_length=300, blank=True)
 
     class Meta:
         default_permissions = ("view",)

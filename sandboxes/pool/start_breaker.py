@@ -82,7 +82,7 @@ def note_failure(host: Host, failed: Exception, *, now: datetime) -> None:
     error = str(failed)
     with transaction.atomic():
         Host.objects.filter(pk=host.pk).update(
-            start_failures=F("start_failures") + 1, start_error=error[:2000], start_error_code=find_cause(failed)
+            start_failures=F("start_failures") + 1, start_error=error, start_error_code=find_cause(failed)
         )
         is_due = Q(starts_paused_until__isnull=True) | Q(starts_paused_until__lte=now) | Q(start_probing=True)
         due = Host.objects.filter(is_due, pk=host.pk, start_failures__gte=MAX_START_FAILURES)

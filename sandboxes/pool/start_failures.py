@@ -12,7 +12,6 @@ from sandboxes.failures import find_cause
 from sandboxes.models import Pool
 
 log = structlog.get_logger(__name__)
-MAX_ERROR_CHARACTERS = 2000
 CLEARED = {"starts_failing_since": None, "start_error": "", "start_error_code": ""}
 
 
@@ -20,7 +19,7 @@ def note_failure(pool: Pool, failed: Exception, *, now: datetime, code: str = ""
     """Record a start that failed, with the code of its cause by default. The first time since a success stays."""
     code = code or find_cause(failed) or getattr(failed, "code", "")
     Pool.objects.filter(pk=pool.pk).update(
-        starts_failing_since=Coalesce("starts_failing_since", now), start_error=str(failed)[:MAX_ERROR_CHARACTERS],
+        starts_failing_since=Coalesce("starts_failing_since", now), start_error=str(failed),
         start_error_code=code,
     )  # fmt: skip
     if pool.starts_failing_since is None:

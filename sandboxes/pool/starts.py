@@ -177,7 +177,7 @@ def _keep_pending(sandbox: Sandbox, provider: Provider, pending: Pending, *, now
         claimed_by="",
         pending_since=since,
         deadline_at=since + provider.pending_timeout,
-        last_error=str(pending)[:2000],
+        last_error=str(pending),
     )
     if kept:
         log.info("sandbox pending", sandbox=str(sandbox.pk), since=since.isoformat(), reason=str(pending))
@@ -202,7 +202,7 @@ def continue_pending(
 
     Raises the errors of start_reserved, and CapacityExhausted if it has waited for as long as it may."""
     if sandbox.deadline_at and sandbox.deadline_at <= now:
-        reason = f"no room for it: {sandbox.last_error}"[:200]
+        reason = f"no room for it: {sandbox.last_error}"
         destruction.schedule_destroy(sandbox.pk, now=now, code=TransitionReason.START_STALLED, reason=reason, actor=actor)
         raise CapacityExhausted(f"The sandbox has waited for room in vain, and was given up. {sandbox.last_error}")
     token, deadline = uuid.uuid4(), now + settings.SANDBOX_START_TIMEOUT

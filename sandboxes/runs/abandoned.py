@@ -39,7 +39,7 @@ def close_abandoned_run(run: Run, *, now: datetime) -> str:
         return "runs closed" if _close_with_result(run, state, now=now, actor="sweep") else "lost race"
     note = "Past its deadline: the process that waited for it is gone, so its exit code is unknown."
     if run.note:
-        note = f"The provider stopped responding, and the exit code is unknown. {run.note}"[:500]
+        note = f"The provider stopped responding, and the exit code is unknown. {run.note}"
     elif run.released:
         note = f"{_describe_dead_process(run)} The command was killed, and its exit code is unknown."
         note += " The output is that of the time until then."

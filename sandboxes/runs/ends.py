@@ -6,6 +6,7 @@ from django.conf import settings
 
 from sandboxes import lifecycle
 from sandboxes.db import sql, tracing
+from sandboxes.db.message_fields import fit_column
 from sandboxes.guard import HolderRenewal
 from sandboxes.models import Run, RunOutcome
 from sandboxes.providers.command_results import ExecResult
@@ -33,7 +34,7 @@ def close_run(
     is stored up to RUN_OUTPUT_KEPT bytes."""
     max_bytes = settings.RUN_OUTPUT_KEPT
     ended_at = min(max(ended_at or now, run.started_at), now)
-    values: dict[str, object] = {"ended_at": ended_at, "outcome": outcome.value, "note": note[:500]}
+    values: dict[str, object] = {"ended_at": ended_at, "outcome": outcome.value, "note": fit_column(Run, "note", note)}
     if result:
         values |= {
             "exit_code": result.exit_code,

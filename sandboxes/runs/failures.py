@@ -78,4 +78,4 @@ def may_run_on(run: Run, provider: Provider, failed: Exception) -> bool:
 
 def abandon_run(run: Run, note: str) -> None:
     """Leave the Run open for `close_abandoned_run`, so that the sandbox stays `running` until its command is killed."""
-    Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note[:500])
+    Run.objects.filter(pk=run.pk, claim=run.claim, ended_at__isnull=True).update(released=True, note=note)

@@ -222,9 +222,9 @@ def mark_unsaved(attachment: Attachment, error: Exception, *, now: datetime) -> 
     """Record that the sandbox has unsaved changes. A sweep retries, and the sandbox is not destroyed before."""
     full = isinstance(error, DataFull)
     if full and not attachment.full:
-        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.FULL, detail=str(error)[:500], now=now)
+        record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.FULL, detail=str(error), now=now)
     Attachment.objects.filter(pk=attachment.pk, incarnation=attachment.incarnation).update(
-        unsaved_since=Coalesce(F("unsaved_since"), now), last_error=str(error)[:2000], full=full
+        unsaved_since=Coalesce(F("unsaved_since"), now), last_error=str(error), full=full
     )
     attachment.unsaved_since, attachment.full = attachment.unsaved_since or now, full
     log.error("data not stored", sandbox=str(attachment.pk), agent=attachment.data.agent_did, error=str(error))
@@ -267,7 +267,7 @@ def release_mount(attachment: Attachment, sandbox: Sandbox, *, now: datetime) ->
 
 def record_dropped(sandbox: Sandbox, detail: str, *, now: datetime) -> None:
     """Record that state of a sandbox which is about to be destroyed is not stored."""
-    record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail[:500], now=now)
+    record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.DROPPED, detail=detail, now=now)
 
 
 def persist_waiting(sandbox: Sandbox, provider: Provider, *, now: datetime) -> None:

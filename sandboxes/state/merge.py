@@ -269,10 +269,10 @@ class DataMerge:
     def record_events(self, diff: ManifestDiff) -> None:
         did, holder = self.attachment.data.agent_did, self.attachment.holder
         for path, target in self.conflicts[:MAX_EVENTS_PER_SCAN]:
-            detail = f"Another sandbox of this agent changed this path; its version is kept as {target}."[:500]
+            detail = f"Another sandbox of this agent changed this path; its version is kept as {target}."
             record_event(did, holder, DataEvent.Kind.CONFLICT, path=path, detail=detail, now=self.now)
         for path, reason in islice(diff.unstorable.items(), MAX_EVENTS_PER_SCAN):
-            printable = path.encode(errors="surrogateescape").decode(errors="replace")[:1000]
+            printable = path.encode(errors="surrogateescape").decode(errors="replace")
             recorded = DataEvent.objects.filter(holder=holder, kind=DataEvent.Kind.LEFT_OUT, path=printable)
             if not recorded.exists():
                 detail = f"Not stored: {reason}."

@@ -92,7 +92,7 @@ def _reporting_full_data(sandbox: Sandbox, subject: str, *, now: datetime) -> It
     try:
         yield
     except unrecorded_data.NOT_KEPT as failed:
-        detail = f"{subject}: changes that the database does not record are not kept elsewhere. {failed}"[:500]
+        detail = f"{subject}: changes that the database does not record are not kept elsewhere. {failed}"
         if not DataEvent.objects.filter(holder=sandbox.holder, detail=detail).exists():
             merge.record_event(sandbox.agent_did, sandbox.holder, DataEvent.Kind.FOUND, detail=detail, now=now)
 

@@ -101,7 +101,7 @@ def _keep_object(data: AgentData, holder: UUID | None, key: str, *, now: datetim
             files = changes.index_tar(tar)
         except (SandboxUnreadable, tarfile.TarError) as failed:
             detail = f"Object {key}, which the database does not record, is not readable: {failed}"
-            _report_unreadable(data, holder, detail[:500], now)
+            _report_unreadable(data, holder, detail, now)
             return 0
         mtime = int(now.timestamp())
         copies = [(path, FileStat("file", OBJECT_MODE, file.size, mtime, ""), file) for path, file in files.items()]

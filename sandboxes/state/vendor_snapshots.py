@@ -31,6 +31,7 @@ from sandboxes.state import workspace
 log = structlog.get_logger(__name__)
 VENDOR_SNAPSHOT_TTL = timedelta(days=7)  # stated to the vendor; also the net for a snapshot that no row names
 EXPIRY_MARGIN = timedelta(hours=1)  # before the vendor's deletion, within which no wake begins to restore
+MAX_NAME_CHARS = 100  # of a vendor's snapshot, as in its column
 SOURCE = "vendor"  # of the state of a wake
 
 
@@ -51,6 +52,10 @@ def take(sandbox: Sandbox, provider: Provider, claim: Claim, *, clock: Clock) ->
         taken = provider.snapshot_directory(sandbox.ref, WORKSPACE, ttl=VENDOR_SNAPSHOT_TTL)
     except ProviderError as failed:
         log.warning("vendor's snapshot not taken", sandbox=str(sandbox.pk), error=str(failed))
+        return False
+    if len(taken) > MAX_NAME_CHARS:  # a longer name cannot be recorded, and a part of it names another snapshot
+        log.warning("vendor's snapshot not recorded", sandbox=str(sandbox.pk), name_chars=len(taken))
+        _delete(provider, taken)
         return False
     checkpoint("vendor snapshot taken", sandbox)
     unrecorded = Snapshot.objects.filter(pk=newest.pk, forgotten_at__isnull=True, vendor_snapshot="")

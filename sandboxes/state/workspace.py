@@ -380,5 +380,5 @@ def record_event(snapshot: Snapshot, kind: DataEvent.Kind, detail: str, *, now: 
     """Record a DataEvent of a snapshot's holder, and log it as an error."""
     agents = Sandbox.objects.filter(holder=snapshot.holder).exclude(agent_did="").values_list("agent_did", flat=True)
     did = agents.first() or snapshot.sandbox.agent_did  # a fork's first snapshot belongs to the first agent's sandbox
-    DataEvent.objects.create(holder=snapshot.holder, agent_did=did, at=now, kind=kind, detail=detail[:500])
+    DataEvent.objects.create(holder=snapshot.holder, agent_did=did, at=now, kind=kind, detail=detail)
     log.error("snapshot", kind=kind.value, snapshot=str(snapshot.pk), detail=detail)

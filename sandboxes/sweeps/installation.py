@@ -56,7 +56,7 @@ def confirm(*, now: datetime, actor: str) -> Installation:
     marks = [mark for mark in (read_store_mark(), read_directory_mark()) if mark]
     row = get_installation()
     highest = max([row.generation, *(mark.generation for mark in marks)])
-    Installation.objects.filter(pk=row.pk).update(generation=highest, mismatch="", confirmed_at=now, confirmed_by=actor[:255])
+    Installation.objects.filter(pk=row.pk).update(generation=highest, mismatch="", confirmed_at=now, confirmed_by=actor)
     write_marks(now=now)
     forget_change()
     log.warning("installation confirmed", actor=actor, generation=highest + 1)

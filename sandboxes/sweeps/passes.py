@@ -263,7 +263,7 @@ def find_pools_below_target(*, now: datetime) -> list[Pool]:
 
 
 def _count_warm_failure(pool: Pool, failed: Exception, *, now: datetime) -> None:
-    Pool.objects.filter(pk=pool.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed)[:2000])
+    Pool.objects.filter(pk=pool.pk).update(warm_failures=F("warm_failures") + 1, warm_error=str(failed))
     pool.refresh_from_db()
     if pool.warm_failures >= MAX_WARM_FAILURES:
         pause = compute_backoff(

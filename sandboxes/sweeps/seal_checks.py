@@ -16,7 +16,6 @@ from sandboxes.sweep_log import SweepResult
 log = structlog.get_logger(__name__)
 CHECK_INTERVAL = timedelta(days=1)
 RETRY_INTERVAL = timedelta(minutes=10)  # until a check has passed
-MAX_REPORT_CHARACTERS = 2000
 
 
 def check_seals(*, now: datetime) -> SweepResult:
@@ -36,9 +35,7 @@ def check_seals(*, now: datetime) -> SweepResult:
         except (ProviderError, ImproperlyConfigured) as failed:
             result.failures.append(f"{name}: not checked: {failed}")
             continue
-        Host.objects.filter(pk=host.pk).update(
-            sealed=report.sealed, seal_checked_at=clock(), seal_report=report.text[:MAX_REPORT_CHARACTERS]
-        )
+        Host.objects.filter(pk=host.pk).update(sealed=report.sealed, seal_checked_at=clock(), seal_report=report.text)
         result.note("sealed" if report.sealed else "not sealed")
         if not report.sealed:
             log.error("sandboxes are not sealed", host=host.name, report=report.text)

@@ -44,6 +44,7 @@ BUILD_SILENCE = timedelta(minutes=10)  # without output, after which a build is 
 BUILD_CLAIM_TTL = BUILD_SILENCE + timedelta(minutes=2)
 QUEUE_GRACE = timedelta(minutes=2)  # for a queued build to begin, before a sweep queues it again
 MAX_ATTEMPTS = 3
+MAX_IMAGE_ID_CHARS = 100  # as in its column
 MAX_REMOVED_BUILDS = 10  # looked up at a vendor when a template is removed
 MAX_OUTPUT_CHARS = 16_000_000
 LOG_INTERVAL = timedelta(seconds=2)  # between two UPDATEs of the log
@@ -264,7 +265,7 @@ def _build_claimed(
         _record_failure(rows, failed.failure, output.log.redact(str(failed)), now=clock(), log=output.log.render())
     except ProviderError as error:
         output.end()
-        claim.update(error=output.log.redact(str(error))[:2000], log=output.log.render())
+        claim.update(error=output.log.redact(str(error)), log=output.log.render())
         claim.end()
 
 
@@ -293,8 +294,9 @@ def _build_image(
             )
         checkpoint("template built", template)
         claim.keep()
-        if problems := provider.check_image(built):
-            raise BuildFailed(TemplateFailure.UNUSABLE_IMAGE, "; ".join(problems)[:2000])
+        oversized = ["The image's identity is too long."] if len(built.id) > MAX_IMAGE_ID_CHARS else []
+        if problems := oversized or provider.check_image(built):
+            raise BuildFailed(TemplateFailure.UNUSABLE_IMAGE, "; ".join(problems))
         claim.keep()
         provider.tag_image(build_name, template.tag)
         checkpoint("template named", template)
@@ -329,8 +331,7 @@ def _record_success(
     """Raise ClaimLost if another process has taken over."""
     recorded = rows.update(
         state=TemplateState.READY, image=template.tag, image_id=built.id, size_bytes=built.size_bytes, log=log_text,
-        finished_at=now,
-        failure="", error="", claim=None, claimed_by="", deadline_at=None,
+        finished_at=now, failure="", error="", claim=None, claimed_by="", deadline_at=None,
     )  # fmt: skip
     if not recorded:
         raise ClaimLost()
@@ -341,7 +342,7 @@ def _record_failure(
 ) -> int:
     with transaction.atomic():
         return rows.update(
-            state=TemplateState.FAILED, failure=failure, error=message[:2000], finished_at=now, claim=None, claimed_by="",
+            state=TemplateState.FAILED, failure=failure, error=message, finished_at=now, claim=None, claimed_by="",
             deadline_at=None, **changes,
         )  # fmt: skip
 

@@ -256,7 +256,7 @@ def record_result(delivery: Delivery, result: PostResult, *, now: datetime) -> s
     RETRY_WINDOW have failed."""
     exhausted = delivery.tries >= MIN_ATTEMPTS and now >= delivery.asked_at + RETRY_WINDOW
     final = delivery.event.kind == EventType.TEST or exhausted
-    attempt = {"last_status": result.status, "last_error": result.error[:300]}
+    attempt = {"last_status": result.status, "last_error": result.error}
     if not result.error:
         changes: dict[str, datetime | None] = {"due_at": None, "delivered_at": now}
     elif final:

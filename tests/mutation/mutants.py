@@ -377,8 +377,8 @@ MUTANTS = (
     Mutant(
         name="sweeps-failed-pass-ends-another-hosts-claim",
         path=SWEEP_LOG,
-        before='update(last_error=redact(f"{type(failed).__name__}: {failed}")[:2000])',
-        after='update(last_error=redact(f"{type(failed).__name__}: {failed}")[:2000], running_until=None)',
+        before='update(last_error=redact(f"{type(failed).__name__}: {failed}"))',
+        after='update(last_error=redact(f"{type(failed).__name__}: {failed}"), running_until=None)',
         tests=[f"{TEST_HOSTS}::test_a_pass_that_outlasted_its_claim_neither_extends_nor_ends_the_claim_of_another_host"],
     ),
     Mutant(

@@ -112,7 +112,7 @@ def settle(row: EgressConnection, result: ConnectionResult, *, now: datetime) ->
     """Close an open connection's row. Return whether this call closed it."""
     return bool(
         EgressConnection.objects.filter(pk=row.pk, ended_at__isnull=True).update(
-            ended_at=now, outcome=result.outcome, code=result.code[:64], address=result.address,
+            ended_at=now, outcome=result.outcome, code=result.code, address=result.address,
             sent_bytes=result.sent_bytes, received_bytes=result.received_bytes,
         )
     )  # fmt: skip

@@ -146,7 +146,7 @@ def _build_row(line: AccessLogLine, sandbox: Sandbox | None) -> LlmCall:
     return LlmCall(
         call_id=line.call_id, sandbox=sandbox, holder=sandbox.holder if sandbox else None,
         agent_did=sandbox.agent_did if sandbox else "", environment_id=sandbox.environment_id if sandbox else "",
-        path=line.uri[:200], started_at=line.started_at, deadline_at=line.ended_at, ended_at=line.ended_at, outcome=outcome,
+        path=line.uri, started_at=line.started_at, deadline_at=line.ended_at, ended_at=line.ended_at, outcome=outcome,
         status=line.status, code=code, sent_bytes=line.sent, received_bytes=line.received,
     )  # fmt: skip
 

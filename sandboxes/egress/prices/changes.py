@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 
+from sandboxes.db.message_fields import fit_column
 from sandboxes.egress.prices.additions import add_rates
 from sandboxes.egress.prices.files import PriceFile, StatedPrice
 from sandboxes.models import TokenRate
@@ -39,8 +40,8 @@ def apply_changes(
     rates = [
         TokenRate(
             pattern=change.price.model, kind=change.price.kind, tokens_from=change.price.tokens_from, tier=change.price.tier,
-            usd_per_million=change.price.usd_per_million, valid_from=valid_from, note=note[:300],
-            source=(source if change.price.source == file.source else change.price.source)[:300],
+            usd_per_million=change.price.usd_per_million, valid_from=valid_from, note=fit_column(TokenRate, "note", note),
+            source=fit_column(TokenRate, "source", source if change.price.source == file.source else change.price.source),
         )
         for change in changes
         if change.is_change

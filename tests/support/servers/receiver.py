@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+HOLD_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,28 @@ def stream_endlessly(request: BaseHTTPRequestHandler) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not request.server.stopping.is_set():  # type: ignore[attr-defined]
         request.wfile.write(b"a" * 65536)
+
+
+@contextmanager
+def run_held_servers(is_released: Callable[[], object]) -> Iterator[tuple[WebhookReceiver, WebhookReceiver]]:
+    """Run a silent server, and one that sends endless headers, until `is_released`. Then they close the connections.
+
+    A request that they have held for HOLD_SECONDS fails the test at the end of the `with`."""
+    held_in_vain: list[str] = []
+
+    def hold(request: BaseHTTPRequestHandler, *, sent: bytes = b"") -> None:
+        stopping, deadline = request.server.stopping, time.monotonic() + HOLD_SECONDS  # type: ignore[attr-defined]
+        while not is_released() and not stopping.wait(0.02):
+            if time.monotonic() > deadline:
+                held_in_vain.append(request.path)
+                break
+            request.wfile.write(sent)
+        request.close_connection = True
+
+    with run_receiver() as silent, run_receiver() as dripping:
+        silent.answer, dripping.answer = hold, partial(hold, sent=b"HTTP/1.1 200 OK\r\nX-Long: a")
+        yield silent, dripping
+    assert held_in_vain == []
 
 
 def verify_signature(request: ReceivedRequest, secret: str) -> bool:

@@ -12,10 +12,12 @@ from leases.atproto import accounts, records
 from leases.atproto.models import AtprotoAccount, AtprotoRecord
 from leases.errors import InvalidRequest
 from leases.models import EnvironmentType, Lease, Turn
+from sandboxes import server_calls
 from sandboxes.identity import signing
 from sandboxes.models import MintedToken, Policy
 from tests.conftest import MINUTE, NOW
 from tests.emulators.pds import CUT_AFTER_CREATE, CUT_BEFORE_CREATE, DidDocuments, Pds
+from tests.support.servers.receiver import run_held_servers
 from tests.unit.leases.atproto.conftest import COLLECTION, take_turn
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("stopped_clock")]
@@ -147,8 +149,8 @@ def test_an_unreachable_server_is_given_up_after_a_day(recorded: Lease, pds: Pds
 def test_a_server_that_does_not_answer_costs_a_pass_one_request(
     recorded: Lease, pds: Pds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More records than a pass reads wait for it, of several agents, in front of the record of a server that answers."""
-    monkeypatch.setattr(records, "SLOW_FAILURE", timedelta(0))
+    """More records than a pass reads of a server wait for it, of several agents, and are due before that of another server."""
+    monkeypatch.setattr(server_calls, "SLOW_FAILURE", timedelta(0))
     take_turn(recorded)
     waiting = get_record()
     row = {field.attname: getattr(waiting, field.attname) for field in AtprotoRecord._meta.fields}
@@ -159,9 +161,25 @@ def test_a_server_that_does_not_answer_costs_a_pass_one_request(
         AtprotoRecord.objects.create(
             **row | {"id": uuid4(), "agent_did": agent, "turn_number": 10 + number, "next_attempt_at": NOW - MINUTE}
         )
-    assert records.create_due_records(now=NOW, limit=3).counts == {"postponed": 3}
+    assert records.create_due_records(now=NOW, limit=1).counts == {"postponed": 3, "created": 1}
     assert [each.attempts for each in AtprotoRecord.objects.exclude(pk=waiting.pk).order_by("-attempts")] == [1, 0, 0]
-    assert records.create_due_records(now=NOW, limit=3).counts == {"created": 1}
+    assert sweep() == {}
+
+
+def test_servers_that_do_not_answer_delay_no_record_for_another(recorded: Lease, pds: Pds) -> None:
+    """They hold their requests until the record exists, which is due after theirs."""
+    take_turn(recorded)
+    waiting = get_record()
+    row = {field.attname: getattr(waiting, field.attname) for field in AtprotoRecord._meta.fields}
+    with run_held_servers(lambda: pds.records) as servers:
+        for number in range(40):
+            agent, server = f"did:plc:agent{number}", servers[number % 2].url
+            accounts.set_account(agent, service_url=f"{server}/{number}", password="secret", now=NOW)
+            AtprotoRecord.objects.create(
+                **row | {"id": uuid4(), "agent_did": agent, "turn_number": None, "next_attempt_at": NOW - MINUTE}
+            )
+        assert sweep() == {"created": 1, "postponed": 40}
+        assert all(len({request.path for request in server.received}) == 20 for server in servers)
 
 
 def test_a_record_waits_for_the_agents_account(recorded: Lease, pds: Pds) -> None:

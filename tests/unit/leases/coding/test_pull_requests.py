@@ -15,9 +15,11 @@ from leases.coding.submissions import _push
 from leases.environments.models import Environment
 from leases.errors import InvalidRequest, RepositoryUnavailable
 from leases.models import Lease
+from sandboxes import server_calls
 from tests.conftest import MINUTE, NOW
 from tests.emulators.forge import PROJECT, TOKEN, Forge, serve_forge
 from tests.support.repositories import create_project, git
+from tests.support.servers.receiver import run_held_servers
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -101,11 +103,11 @@ def test_lost_answer_of_the_creation_leaves_one_pull_request(forge: Forge, lease
 def test_a_forge_that_does_not_answer_costs_a_pass_one_request(
     forge: Forge, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tasks than a pass reads wait for it, in several repositories, in front of the task of a forge that answers."""
+    """More tasks than a pass reads of a forge wait for it, in several repositories, before that of another forge."""
     waiting = create_task(forge, lease)
     silent = [
         repositories.save(f"silent-{number}", now=NOW, clone_url=forge.clone_url, forge="github",
-                          api_url=f"{forge.api_url}/", forge_project=PROJECT)[0]
+                          api_url="http://127.0.0.1:1", forge_project=PROJECT)[0]
         for number in range(3)
     ]  # fmt: skip
     rows = [{field.attname: getattr(waiting, field.attname) for field in CodingTask._meta.fields} for _ in range(3)]
@@ -115,10 +117,28 @@ def test_a_forge_that_does_not_answer_costs_a_pass_one_request(
             "id": uuid4(), "environment_id": environment.pk, "repository_id": silent[number].pk, "branch": f"b{number}",
             "next_poll_at": NOW - MINUTE,
         })  # fmt: skip
-    monkeypatch.setattr(pull_requests, "SLOW_FAILURE", timedelta(0))
-    forge.faults = [0, 0]  # the HTTP client repeats a GET once
-    assert pull_requests.poll_pull_requests(now=NOW, limit=3).counts == {"failed": 1, "postponed": 2}
-    assert poll() == {"proposed": 1}
+    monkeypatch.setattr(server_calls, "SLOW_FAILURE", timedelta(0))
+    assert pull_requests.poll_pull_requests(now=NOW, limit=1).counts == {"failed": 1, "postponed": 2, "proposed": 1}
+    assert poll() == {}
+
+
+def test_forges_that_do_not_answer_delay_no_task_at_another(forge: Forge, lease: Lease) -> None:
+    """They hold their requests until the pull request exists, which is due after theirs."""
+    waiting = create_task(forge, lease)
+    row = {field.attname: getattr(waiting, field.attname) for field in CodingTask._meta.fields}
+    with run_held_servers(lambda: forge.pulls) as servers:
+        for number in range(40):
+            name, api_url = f"held-{number}", f"{servers[number % 2].url}/{number}"
+            repository, _ = repositories.save(
+                name, now=NOW, clone_url=forge.clone_url, forge="github", api_url=api_url, forge_project=PROJECT
+            )
+            environment = Environment.objects.create(pk=name, type=waiting.environment.type)
+            CodingTask.objects.create(**row | {
+                "id": uuid4(), "environment_id": environment.pk, "repository_id": repository.pk, "branch": name,
+                "next_poll_at": NOW - MINUTE,
+            })  # fmt: skip
+        assert poll() == {"proposed": 1, "failed": 40}
+        assert all(len({request.path for request in server.received}) == 20 for server in servers)
 
 
 def test_pull_request_that_appears_between_search_and_creation_is_found(

@@ -166,7 +166,7 @@ def test_a_server_that_does_not_answer_costs_a_pass_one_request(
 
 def test_a_record_waits_for_the_agents_account(recorded: Lease, pds: Pds) -> None:
     take_turn(recorded)
-    assert accounts.remove_account(recorded.agent_did) and not accounts.remove_account(recorded.agent_did)
+    assert accounts.remove_account(recorded.agent_did, now=NOW) and not accounts.remove_account(recorded.agent_did, now=NOW)
     assert sweep() == {"postponed": 1}
     assert get_record().error == "The agent has no AT Protocol account."
     accounts.set_account(recorded.agent_did, service_url=pds.url, service_did=pds.did, now=NOW)

@@ -52,7 +52,7 @@ class MonthNotClosable(SandboxError):
     code = "not_closable"
 
 
-def close_month(account: Account, month: date, *, now: datetime, actor: str) -> tuple[Statement, bool]:
+def close_month(account: Account, month: date, *, now: datetime, actor: audit.Actor) -> tuple[Statement, bool]:
     """Close an account's month. Return its statement and whether this call created it. Idempotent.
 
     Raise MonthNotClosable if the month is not over, not completely metered and priced, or not next in order. The locks of the
@@ -73,7 +73,7 @@ def close_month(account: Account, month: date, *, now: datetime, actor: str) -> 
         for line in lines:
             line.statement = statement
         StatementLine.objects.bulk_create(lines, batch_size=SQL_BATCH_SIZE)
-        audit.record_change(statement, "Close month", f"total {audit.format_value(statement.total)} USD", actor=actor, now=now)
+        audit.record(statement, "Close month", f"total {audit.format_value(statement.total)} USD", actor=actor, now=now)
         checkpoint("closed", statement)
     return statement, True
 

@@ -205,6 +205,11 @@ KEEP_HISTORY = env.duration(
     "90d",
     help="retention of the rows of a lease, its turns, events and processes after its end",
 )
+KEEP_OPERATOR_ACTIONS = env.duration(
+    "LEASEHOLD_KEEP_OPERATOR_ACTIONS",
+    "365d",
+    help="retention of the rows that record what operators changed by API keys and commands",
+)
 _backend = env.choice(
     "STORAGE_BACKEND", "filesystem", ["filesystem", "s3", "r2", "cloudflare_kv", "kv"],
     help="backend for stored state; r2 is an alias of s3, kv of cloudflare_kv",

@@ -8,6 +8,7 @@ from django.conf import settings
 from leases import leasing
 from leases.errors import InvalidRequest
 from leases.models import Lease, LeaseEvent
+from sandboxes.audit import Actor
 from sandboxes.inventory import adoption
 from sandboxes.inventory.adoption import Adoption, Recipient
 from sandboxes.models import Pool
@@ -16,8 +17,9 @@ SNAPSHOT_EVENT = "snapshot"
 
 
 def adopt_sandbox(
-    provider_name: str, name: str, *, pool_name: str = "", lease_id: UUID | None = None, now: datetime, actor: str, reason: str
-) -> Adoption:
+    provider_name: str, name: str, *, pool_name: str = "", lease_id: UUID | None = None, now: datetime, actor: Actor,
+    reason: str,
+) -> Adoption:  # fmt: skip
     """Adopt a sandbox that an engine lists and no row names (sandboxes.inventory.adoption).
 
     With a lease its files become a snapshot of the lease, and an entry of the lease's timeline. Raise InvalidRequest naming

@@ -47,7 +47,7 @@ def issue_key(
     expires_at: datetime | None = None,
     project: str = "",
     now: datetime,
-    actor: str = "",
+    actor: audit.Actor = audit.CONTROL_PLANE,
 ) -> tuple[AgentKey, str]:
     """Create a key and return its row and its plain text, which is not stored. Agents that are not known yet are created.
 
@@ -94,7 +94,7 @@ def issue_key(
             created_at=now,
             **(limits or {}),
         )
-        audit.record_change(row, "Create API key", audit.describe_values(row, AUDITED_COLUMNS), actor=actor, now=now)
+        audit.record(row, "Create API key", audit.describe_values(row, AUDITED_COLUMNS), actor=actor, now=now)
     return row, key
 
 
@@ -128,9 +128,9 @@ def find_by_prefix(text: str) -> AgentKey | None:
     return AgentKey.objects.filter(prefix=text.removeprefix("lh_").split("_")[0]).first()
 
 
-def format_actor(key: AgentKey) -> str:
-    """Return the name of a key as the actor of events."""
-    return f"key {key.prefix}"
+def format_actor(key: AgentKey) -> audit.Actor:
+    """Return a key as the actor of events and of operator actions."""
+    return audit.Actor(f"key {key.prefix}", audit.ActorKind.KEY)
 
 
 def _check_key(row: AgentKey | None, key: str, now: datetime) -> AgentKey | None:
@@ -164,7 +164,9 @@ def _format_second(moment: datetime | None) -> str:
     return format_timestamp(moment.replace(microsecond=0)) if moment else ""
 
 
-def rotate_key(pk: int, *, overlap: timedelta = ROTATION_OVERLAP, now: datetime, actor: str = "") -> str:
+def rotate_key(
+    pk: int, *, overlap: timedelta = ROTATION_OVERLAP, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE
+) -> str:
     """Give a key a new secret and return its new plain text. The previous secret is accepted for `overlap`.
 
     Raise Conflict for a revoked or expired key, and if a secret before the previous one would end early: a second rotation
@@ -180,7 +182,7 @@ def rotate_key(pk: int, *, overlap: timedelta = ROTATION_OVERLAP, now: datetime,
             first_digest=Case(When(first_digest="", then=F("digest")), default=F("first_digest")),
         )  # fmt: skip
         if rotated:
-            audit.record_change(row, "Rotate API key", f"overlap {audit.format_value(overlap)}", actor=actor, now=now)
+            audit.record(row, "Rotate API key", f"overlap {audit.format_value(overlap)}", actor=actor, now=now)
     if not rotated:
         row.refresh_from_db()
         raise Conflict(_explain_refused_rotation(row, now))
@@ -213,12 +215,12 @@ def _build_take_token() -> str:
     )
 
 
-def revoke_key(row: AgentKey, *, now: datetime, actor: str = "") -> bool:
+def revoke_key(row: AgentKey, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Revoke a key. Return False if it was revoked before."""
     with transaction.atomic():
         revoked = bool(AgentKey.objects.filter(pk=row.pk, revoked_at__isnull=True).update(revoked_at=now))
         if revoked:
-            audit.record_change(row, "Revoke API key", actor=actor, now=now)
+            audit.record(row, "Revoke API key", actor=actor, now=now)
     return revoked
 
 

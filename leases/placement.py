@@ -15,7 +15,7 @@ from leases.allow_lists import require_known
 from leases.errors import InvalidRequest
 from leases.models import AlternativePool, EnvironmentType, Lease, LeaseEvent, LeaseStatus
 from leases.resources import Resources, fits, get_sandbox_size
-from sandboxes import providers
+from sandboxes import audit, providers
 from sandboxes.lifecycle import WARM
 from sandboxes.models import Pool, SkipReason, Transition, TransitionReason
 from sandboxes.pool.placement import Candidates, Skip
@@ -86,7 +86,10 @@ def find_type(name: str) -> EnvironmentType:
     return found
 
 
-def set_pools(environment_type: EnvironmentType, names: Sequence[str] | None, *, cheapest: bool | None = None) -> None:
+def set_pools(
+    environment_type: EnvironmentType, names: Sequence[str] | None, *, cheapest: bool | None = None, now: datetime,
+    actor: audit.Actor = audit.CONTROL_PLANE,
+) -> None:  # fmt: skip
     """Replace the list of pools, which is tried in the order of `names`, and the choice by price. None keeps a value.
 
     Raise InvalidRequest for an unknown pool, and for one that is listed twice. Existing sandboxes stay where they are."""
@@ -107,6 +110,9 @@ def set_pools(environment_type: EnvironmentType, names: Sequence[str] | None, *,
                 AlternativePool(environment_type=environment_type, pool=by_name[name], position=position)
                 for position, name in enumerate(names[1:], start=1)
             )
+        stated = [f"pools {audit.format_value([*names])}"] if names else []
+        stated += [f"cheapest_pool {audit.format_value(cheapest)}"] if cheapest is not None else []
+        audit.record(environment_type, "Set pools", ", ".join(stated), actor=actor, now=now)
 
 
 def find_fork_pool(lease: Lease) -> str:

@@ -26,14 +26,14 @@ def check_limits(row: ResourceLimits, changes: Mapping[str, Any]) -> None:
         raise InvalidRequest(name, " ".join(messages)) from None
 
 
-def set_limits(row: ResourceLimits, changes: Mapping[str, Any], *, actor: str, now: datetime) -> None:
+def set_limits(row: ResourceLimits, changes: Mapping[str, Any], *, actor: audit.Actor, now: datetime) -> None:
     """Change limits of a row, by the names of their columns. Raise InvalidRequest. Existing leases keep their resources."""
     before = {name: getattr(row, name) for name in changes}
     check_limits(row, changes)
     if changes:
         with transaction.atomic():
             row.save(update_fields=[*changes])
-            audit.record_change(row, "Set limits", audit.describe_changes(before, row), actor=actor, now=now)
+            audit.record(row, "Set limits", audit.describe_changes(before, row), actor=actor, now=now)
 
 
 def describe_limits(row: ResourceLimits) -> list[str]:

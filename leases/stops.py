@@ -50,6 +50,12 @@ class Scope:
     def __str__(self) -> str:
         return self.agent_did or self.environment_id or "installation"
 
+    def get_row(self) -> Model:
+        """Return the row that the audit names. Raise Agent.DoesNotExist or EnvironmentNotFound."""
+        if self.agent_did:
+            return Agent.objects.get(did=self.agent_did)
+        return lifecycle.find(self.environment_id) if self.environment_id else audit.get_installation_row()
+
     def find_leases(self) -> QuerySet[Lease]:
         """Select the leases of the scope, ended ones included."""
         return Lease.objects.filter(self._build_condition()).order_by("pk")
@@ -138,27 +144,27 @@ def require_scope(scope: Scope) -> None:
         lifecycle.find(scope.environment_id)
 
 
-def record(scope: Scope, *, end_leases: bool, actor: str, now: datetime) -> None:
-    """Record that an operator stops a scope. A stop has no transaction of its own: call this function before."""
-    detail = "ends leases" if end_leases else "keeps leases"
-    if scope.agent_did:
-        audit.record_change(Agent.objects.get(did=scope.agent_did), "Stop all work", detail, actor=actor, now=now)
-    elif scope.environment_id:
-        audit.record_change(lifecycle.find(scope.environment_id), "Stop all work", detail, actor=actor, now=now)
-    else:
-        audit.record_installation_change("Stop all work", detail, actor=actor, now=now)
-
-
-def stop(scope: Scope, *, end_leases: bool = False, now: datetime, actor: str = "", detail: str = "") -> StopResult:
+def stop(
+    scope: Scope, *, end_leases: bool = False, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE, detail: str = ""
+) -> StopResult:
     """Stop the work of a scope. Idempotent: a repetition continues where a call died, and tries failures again.
 
     1. With `end_leases`, end the active leases: nothing can begin in them. Their last states are stored by `reclaim`.
     2. Interrupt queued runs. A pending one ends, and the attempt of a started one begins no command any more.
     3. Interrupt direct agent runs.
     4. Kill the open commands and turns, those of these runs included. The waiting callers get their results.
-    5. Kill the background processes of the leases that are active, and forbid their restarts."""
+    5. Kill the background processes of the leases that are active, and forbid their restarts.
+
+    The audit has the stop as an order, with the numbers of its result."""
+    ordered = "ends leases" if end_leases else "keeps leases"
+    with audit.record_order(scope.get_row(), "Stop all work", ordered, actor=actor, now=now) as order:
+        result = _stop(scope, end_leases=end_leases, now=now, actor=actor, detail=detail)
+        order.result = f"{result.describe()}{f', {len(result.failures)} not stopped' if result.failures else ''}"
+    return result
+
+
+def _stop(scope: Scope, *, end_leases: bool, now: datetime, actor: str, detail: str) -> StopResult:
     result, clock = StopResult(), clock_from(now)
-    record(scope, end_leases=end_leases, actor=actor, now=now)
 
     def end_lease(lease: Lease) -> None:
         with transaction.atomic():

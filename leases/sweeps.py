@@ -14,7 +14,7 @@ from leases.agent_runs import lifecycle
 from leases.environments import lifecycle as environments
 from leases.models import IdempotentRequest, Lease, LeaseEvent, LeaseStatus
 from leases.queue.models import QueuedRun, QueuedRunState
-from sandboxes import process_ends, process_restarts
+from sandboxes import audit, process_ends, process_restarts
 from sandboxes.claims import note_progress
 from sandboxes.egress import settlement
 from sandboxes.egress.allow_list import connections
@@ -70,7 +70,7 @@ def end_lost_leases(*, now: datetime) -> int:
     return sum(leasing.end(lease.pk, reason="lost", now=now, actor="sweep") for lease in find_lost_leases())
 
 
-def declare_host_lost(host: Host, *, now: datetime, actor: str) -> bool:
+def declare_host_lost(host: Host, *, now: datetime, actor: audit.Actor) -> bool:
     """Declare a host lost: end the leases of its sandboxes as lost, and release their places.
 
     Return False if the host was already lost. After a crash in between, the `stalled` sweep of any host continues."""

@@ -29,6 +29,7 @@ from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import SummaryField, build_changelist_url, render_two_lines
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 
 MAX_PANEL_ROWS = 12
@@ -74,7 +75,7 @@ def _grant_credit(account: Account, actor: str, reason: str, now: datetime, usd:
     return True
 
 
-def _close_month(account: Account, actor: str, reason: str, now: datetime, month: date) -> bool:
+def _close_month(account: Account, actor: Actor, reason: str, now: datetime, month: date) -> bool:
     return statements.close_month(account, month, now=now, actor=actor)[1]
 
 

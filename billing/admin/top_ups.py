@@ -15,6 +15,7 @@ from billing.models import Budget
 from billing.models.budgets import MIN_BUDGET_AMOUNT
 from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm
 from sandboxes.admin.base.fields import NormalizedDecimalField
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 
 
@@ -50,7 +51,7 @@ def _describe_present_limit(budget: Budget, now: datetime) -> str:
     )
 
 
-def _top_up(budget: Budget, actor: str, reason: str, now: datetime, *, amount: Decimal, request_id: UUID) -> bool:
+def _top_up(budget: Budget, actor: Actor, reason: str, now: datetime, *, amount: Decimal, request_id: UUID) -> bool:
     return budgets.top_up(budget.pk, amount, note=reason, actor=actor, request_id=request_id, now=now)[2]
 
 
@@ -65,7 +66,6 @@ TOP_UP_ACTION = AdminAction(
     icon="add_card",
     permissions=("billing.change_budget",),
     creates=True,
-    is_logged=False,
     button="Top up",
     form=TopUpForm,
 )

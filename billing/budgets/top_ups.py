@@ -21,7 +21,7 @@ MAX_TOPPED_UP = Decimal(10**12)  # of the column
 
 
 def top_up(
-    pk: int, amount: Decimal, *, note: str = "", actor: str, request_id: UUID | None = None, now: datetime
+    pk: int, amount: Decimal, *, note: str = "", actor: audit.Actor, request_id: UUID | None = None, now: datetime
 ) -> tuple[Budget, BudgetTopUp, bool]:
     """Add an amount to the current period of a budget, once for a request. It expires with the period.
 
@@ -39,7 +39,7 @@ def top_up(
 
 
 def _add_top_up(
-    budget: Budget, amount: Decimal, *, note: str, actor: str, request_id: UUID | None, now: datetime
+    budget: Budget, amount: Decimal, *, note: str, actor: audit.Actor, request_id: UUID | None, now: datetime
 ) -> BudgetTopUp:
     """Record a top-up of a locked budget, and add it to the sum of the period."""
     began = get_period_bounds(budget, now)[0]

@@ -121,11 +121,12 @@ def _emit_event(budget: Budget, event: EventType, percent: int, *, now: datetime
     )  # fmt: skip
 
 
-def create_budget(budget: Budget, *, request_id: UUID | None = None, actor: str = "", now: datetime) -> tuple[Budget, bool]:
+def create_budget(
+    budget: Budget, *, request_id: UUID | None = None, actor: audit.Actor = audit.CONTROL_PLANE, now: datetime
+) -> tuple[Budget, bool]:
     """Create a budget, once for a request, and update its spending at once. Return it, and whether this call created it.
 
-    `actor` is the API key or the command to record; the console has a log of its own. Raise ValidationError with the name of an
-    invalid field."""
+    Raise ValidationError with the name of an invalid field."""
     budget.request_id = request_id
     with transaction.atomic():
         present = _lock_created(request_id) if request_id else None
@@ -133,7 +134,7 @@ def create_budget(budget: Budget, *, request_id: UUID | None = None, actor: str 
             budget.full_clean()
             budget.created_at = now
             budget.save(force_insert=True)
-            _record("Create budget", budget, "", actor=actor, now=now)
+            audit.record(budget, "Create budget", actor=actor, now=now)
     created = present or budget
     refresh(created, now=now)
     return created, present is None
@@ -145,10 +146,10 @@ def _lock_created(request_id: UUID) -> Budget | None:
     return Budget.objects.filter(request_id=request_id).first()
 
 
-def change_budget(pk: int, changes: Mapping[str, Any], *, actor: str = "", now: datetime) -> Budget:
+def change_budget(pk: int, changes: Mapping[str, Any], *, actor: audit.Actor = audit.CONTROL_PLANE, now: datetime) -> Budget:
     """Change the stated fields of the current row, and update its spending at once. Concurrent changes of others are kept.
 
-    `actor` is as for `create_budget`. Raise BudgetNotFound, or ValidationError with the name of an invalid field."""
+    Raise BudgetNotFound, or ValidationError with the name of an invalid field."""
     with transaction.atomic():
         budget = Budget.objects.select_for_update(no_key=True).filter(pk=pk).first()
         if budget is None:
@@ -159,7 +160,7 @@ def change_budget(pk: int, changes: Mapping[str, Any], *, actor: str = "", now: 
         budget.full_clean()
         _write_changes(budget, changes)
         if detail := audit.describe_changes(before, budget):
-            _record("Change budget", budget, detail, actor=actor, now=now)
+            audit.record(budget, "Change budget", detail, actor=actor, now=now)
         checkpoint("budget changed", budget)
     refresh(budget, now=now)
     return budget
@@ -173,11 +174,6 @@ def _write_changes(budget: Budget, fields: Iterable[str]) -> None:
     budget.save(update_fields=fields)
 
 
-def _record(action: str, budget: Budget, detail: str, *, actor: str, now: datetime) -> None:
-    if actor:
-        audit.record(budget, action, detail, actor=actor, now=now)
-
-
 def refresh(budget: Budget, *, now: datetime) -> None:
     """Update the spending, and admit or refuse model calls, after a change. If interrupted, the next sweep does so."""
     update_spending(budget.pk, now=now)
@@ -185,14 +181,14 @@ def refresh(budget: Budget, *, now: datetime) -> None:
     budget.refresh_from_db()
 
 
-def remove_budget(pk: int, *, actor: str, now: datetime) -> bool:
+def remove_budget(pk: int, *, actor: audit.Actor, now: datetime) -> bool:
     """Delete a budget, and admit the model calls that only this budget refused. Return whether this call deleted it."""
     with transaction.atomic():
         budget = Budget.objects.select_for_update().filter(pk=pk).first()
         if budget is None:
             return False
         Budget.objects.filter(pk=pk).delete()
-        _record("Delete budget", budget, "", actor=actor, now=now)
+        audit.record(budget, "Delete budget", actor=actor, now=now)
     update_call_blocks(now=now)
     return True
 

@@ -18,7 +18,7 @@ from sandboxes.db import database_time
 from sandboxes.egress.model_pricing import find_candidate_names, load_rates
 from sandboxes.egress.prices import changes, files
 from sandboxes.egress.prices.additions import add_rates
-from sandboxes.egress.repricing import RepricedModel, reprice_calls
+from sandboxes.egress.repricing import RepricedModel, Repricing, reprice_calls
 from sandboxes.models import TokenKind, TokenRate
 from sandboxes.models.token_rates import MILLION, find_present, find_superseded, get_unit
 
@@ -59,11 +59,7 @@ def reprice(since: datetime, options: Mapping[str, Any], *, now: datetime) -> li
     final = horizon.get_horizon()
     if since < final:
         raise CommandError(f"--from: Usage before {final:%Y-%m-%d %H:%M} UTC is final.")
-    if options["apply"]:
-        of_model = f", model {options['model']}" if options["model"] else ""
-        detail = f"calls from {since:%Y-%m-%d %H:%M} UTC{of_model}{', stated prices too' if options['stated'] else ''}"
-        audit.record_installation_change("Price calls again", detail, actor=COMMAND_LINE, now=now)
-    result = reprice_calls(since, now=now, model=options["model"], stated=options["stated"], apply=options["apply"])
+    result = _reprice(since, options, now=now)
     rows = [_format_repriced(name, totals) for name, totals in sorted(result.models.items())]
     rows.append(_format_repriced("total", result.total))
     lines = [format_table(["model", "calls", "changed", "old USD", "new USD", "difference"], rows).rstrip("\n")]
@@ -72,6 +68,21 @@ def reprice(since: datetime, options: Mapping[str, Any], *, now: datetime) -> li
     if result.estimates:
         lines.append(f"{result.estimates:,} estimated calls keep their price: their usage is unknown")
     return lines if options["apply"] else [*lines, "Nothing was changed: add --apply."]
+
+
+def _reprice(since: datetime, options: Mapping[str, Any], *, now: datetime) -> Repricing:
+    """Compute the prices. With --apply also store them, as a recorded order: each batch of calls is a transaction."""
+    selection = {"model": options["model"], "stated": options["stated"]}
+    if not options["apply"]:
+        return reprice_calls(since, now=now, **selection)
+    of_model = f", model {options['model']}" if options["model"] else ""
+    detail = f"calls from {since:%Y-%m-%d %H:%M} UTC{of_model}{', stated prices too' if options['stated'] else ''}"
+    row = audit.get_installation_row()
+    with audit.record_order(row, "Price calls again", detail, actor=COMMAND_LINE, now=now) as order:
+        result = reprice_calls(since, now=now, apply=True, **selection)
+        total = result.total
+        order.result = f"{total.changed} of {total.calls} calls, {format_decimal(total.old)} → {format_decimal(total.new)} USD"
+    return result
 
 
 def _format_repriced(name: str, totals: RepricedModel) -> list[str]:

@@ -24,6 +24,7 @@ from billing.standing_price import StandingPrice, find_entry_price
 from leases.adoption import adopt_sandbox
 from sandboxes import providers
 from sandboxes.admin.base.actions import ReasonForm
+from sandboxes.admin.base.audit import get_actor
 from sandboxes.admin.base.changelist import parse_uuid
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -301,7 +302,7 @@ def destroy_sandbox(request: HttpRequest) -> HttpResponse:
         reason, now = form.cleaned_data["reason"], database_time.now()
 
         def act() -> str:
-            actor = request.user.get_username()
+            actor = get_actor(request)
             if not destroy_ownerless(provider, name, now=now, grace=settings.ORPHAN_GRACE, actor=actor, reason=reason):
                 return f"{name} did not exist any more."
             _log_action(request, Host, registry.get_local_host_id(provider), f"Destroy without an owner: {name}: {reason}")
@@ -327,7 +328,7 @@ def adopt(request: HttpRequest) -> HttpResponse:
         def act() -> str:
             adopted = adopt_sandbox(
                 provider, name, pool_name=chosen.name if chosen else "", lease_id=lease, now=database_time.now(),
-                actor=request.user.get_username(), reason=reason,
+                actor=get_actor(request), reason=reason,
             )  # fmt: skip
             _log_action(request, Sandbox, adopted.sandbox.pk, f"Adopt: {reason}")
             files = " Its files are a snapshot of the lease." if adopted.snapshot else ""

@@ -39,6 +39,7 @@ from sandboxes.admin.base.formatting import (
 from sandboxes.admin.base.limits import LIMIT_LABELS
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.base.registry import get_reference
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 
 UNRESTRICTED_TEXT = "all that are not restricted"
@@ -62,7 +63,7 @@ class RevokeKeyForm(ReasonForm):
         return end_leases
 
 
-def _revoke_key(row: AgentKey, actor: str, reason: str, now: datetime, *, end_leases: bool = False) -> bool:
+def _revoke_key(row: AgentKey, actor: Actor, reason: str, now: datetime, *, end_leases: bool = False) -> bool:
     return revocation.revoke(row, end_leases=end_leases, now=now, actor=actor, reason=reason).revoked
 
 
@@ -93,7 +94,7 @@ class RotateKeyForm(ReasonForm):
     )
 
 
-def _rotate_key(row: AgentKey, actor: str, reason: str, now: datetime, *, overlap: timedelta) -> bool:
+def _rotate_key(row: AgentKey, actor: Actor, reason: str, now: datetime, *, overlap: timedelta) -> bool:
     row.new_text = api_keys.rotate_key(row.pk, overlap=overlap, now=now, actor=actor)  # type: ignore[attr-defined]
     return True
 

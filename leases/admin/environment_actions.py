@@ -11,6 +11,7 @@ from leases.environments.models import Environment
 from leases.models import validate_did
 from leases.tasks import enqueue_reclaim
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
+from sandboxes.audit import Actor
 
 
 class PhaseForm(ReasonForm):
@@ -31,8 +32,8 @@ def _start(row: Environment, actor: str, reason: str, now: datetime) -> bool:
     return lifecycle.start(row.pk, now=now, actor=actor)
 
 
-def _set_phase(row: Environment, actor: str, reason: str, now: datetime, phase: str) -> bool:
-    return lifecycle.set_phase(row.pk, phase, actor=actor)
+def _set_phase(row: Environment, actor: Actor, reason: str, now: datetime, phase: str) -> bool:
+    return lifecycle.set_phase(row.pk, phase, now=now, actor=actor)
 
 
 def _end(row: Environment, actor: str, reason: str, now: datetime, outcome: str = "") -> bool:
@@ -102,7 +103,7 @@ class ParticipantsForm(ReasonForm):
         return cleaned
 
 
-def _change_participants(row: Environment, actor: str, reason: str, now: datetime, add: str = "", remove: str = "") -> bool:
+def _change_participants(row: Environment, actor: Actor, reason: str, now: datetime, add: str = "", remove: str = "") -> bool:
     was_listed = row.participants.filter(agent_did=remove).exists()
     added = bool(add) and participants.add(row.pk, [add], now=now, actor=actor) > 0
     ended = participants.remove(row.pk, remove, now=now, actor=actor) if remove else []

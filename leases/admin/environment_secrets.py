@@ -13,6 +13,7 @@ from leases.environments import signing
 from leases.environments.models import Environment
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.formatting import SummaryField, format_time_until, render_time_ago
+from sandboxes.audit import Actor
 
 
 class SecretForm(ReasonForm):
@@ -25,7 +26,7 @@ class SecretForm(ReasonForm):
     )  # fmt: skip
 
 
-def _issue_secret(row: Environment, actor: str, reason: str, now: datetime, *, revoke_previous: bool) -> bool:
+def _issue_secret(row: Environment, actor: Actor, reason: str, now: datetime, *, revoke_previous: bool) -> bool:
     _, row.new_secret = signing.add_secret(row.pk, revoke_previous=revoke_previous, now=now, actor=actor)  # type: ignore[attr-defined]
     return True
 

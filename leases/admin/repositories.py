@@ -1,5 +1,6 @@
 """Console pages of the Git repositories of coding tasks. The access token is written by the form and never shown."""
 
+from datetime import datetime
 from typing import Any
 
 from django import forms
@@ -16,6 +17,7 @@ from leases.coding import repositories
 from leases.coding.models import CodingTask, CodingTaskStatus, ForgeKind, Repository
 from leases.errors import LeaseError
 from sandboxes.admin.base.actions import AdminAction
+from sandboxes.admin.base.audit import get_actor
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -29,6 +31,7 @@ from sandboxes.admin.base.formatting import (
     truncate_text,
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 
@@ -41,8 +44,8 @@ TOKEN_RECIPIENTS = ("clone_url", "api_url")
 MAX_TOKEN_CHARS = 4096
 
 
-def _set_enabled(row: Repository, actor: str, enabled: bool) -> bool:
-    return repositories.set_enabled(row.name, enabled, actor=actor)
+def _set_enabled(row: Repository, actor: Actor, now: datetime, enabled: bool) -> bool:
+    return repositories.set_enabled(row.name, enabled, now=now, actor=actor)
 
 
 ENABLE_ACTION = AdminAction(
@@ -51,7 +54,7 @@ ENABLE_ACTION = AdminAction(
     done="enabled",
     refusal_reason="already enabled",
     legal=lambda row: not row.enabled,
-    verb=lambda row, actor, reason, now: _set_enabled(row, actor, True),
+    verb=lambda row, actor, reason, now: _set_enabled(row, actor, now, True),
     permissions=("leases.enable_repository",),
     button="Enable",
 )
@@ -61,7 +64,7 @@ DISABLE_ACTION = AdminAction(
     done="disabled",
     refusal_reason="already disabled",
     legal=lambda row: row.enabled,
-    verb=lambda row, actor, reason, now: _set_enabled(row, actor, False),
+    verb=lambda row, actor, reason, now: _set_enabled(row, actor, now, False),
     icon="block",
     permissions=("leases.enable_repository",),
     button="Disable",
@@ -219,7 +222,7 @@ class RepositoryAdmin(ConsoleModelAdmin):
     def save_model(self, request: HttpRequest, obj: Repository, form: Any, change: bool) -> None:
         try:
             row, _ = repositories.save(
-                **form.build_values(), token=form.get_token(), now=database_time.now(), actor=request.user.get_username()
+                **form.build_values(), token=form.get_token(), now=database_time.now(), actor=get_actor(request)
             )
         except LeaseError as refusal:  # became invalid after the form was checked
             raise ValidationError(str(refusal)) from None

@@ -12,6 +12,7 @@ from leases.models import Agent
 from leases.stops import Scope
 from leases.tasks import enqueue_reclaim
 from sandboxes.admin.base.actions import AdminAction, ListAction, ReasonForm
+from sandboxes.audit import Actor
 
 EFFECT = (
     "queued runs and agent runs are interrupted; commands, turns and background processes are killed. Files stay. Work that "
@@ -35,21 +36,21 @@ class StopForm(ReasonForm):
         return chosen
 
 
-def _stop(scope: Scope, actor: str, reason: str, now: datetime, end_leases: bool) -> bool:
+def _stop(scope: Scope, actor: Actor, reason: str, now: datetime, end_leases: bool) -> bool:
     result = stops.stop(scope, end_leases=end_leases, now=now, actor=actor, detail=reason)
     result.require_complete()
     return result.has_stopped
 
 
-def _stop_agent(row: Agent, actor: str, reason: str, now: datetime, end_leases: bool = False) -> bool:
+def _stop_agent(row: Agent, actor: Actor, reason: str, now: datetime, end_leases: bool = False) -> bool:
     return _stop(Scope(agent_did=row.did), actor, reason, now, end_leases)
 
 
-def _stop_environment(row: Environment, actor: str, reason: str, now: datetime, end_leases: bool = False) -> bool:
+def _stop_environment(row: Environment, actor: Actor, reason: str, now: datetime, end_leases: bool = False) -> bool:
     return _stop(Scope(environment_id=row.pk), actor, reason, now, end_leases)
 
 
-def _stop_installation(actor: str, now: datetime, reason: str, end_leases: bool) -> bool:
+def _stop_installation(actor: Actor, now: datetime, reason: str, end_leases: bool) -> bool:
     return _stop(Scope(), actor, reason, now, end_leases)
 
 

@@ -8,6 +8,7 @@ from leases import tasks
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.formatting import build_changelist_url
 from sandboxes.admin.templates import ImageTemplateAdmin
+from sandboxes.audit import Actor
 from sandboxes.models import ImageTemplate, TemplateState
 from sandboxes.templates import builds
 from sandboxes.templates.specifications import TemplateSpecification
@@ -17,7 +18,7 @@ def _is_ended(template: ImageTemplate) -> bool:
     return template.state != TemplateState.BUILDING
 
 
-def _rebuild(template: ImageTemplate, actor: str, reason: str, now: datetime) -> bool:
+def _rebuild(template: ImageTemplate, actor: Actor, reason: str, now: datetime) -> bool:
     specification = TemplateSpecification(template.base, template.commands, template.dockerfile)
     with transaction.atomic():  # the row and the task commit together
         _, is_waiting = builds.request(template.name, specification, host=template.host, now=now, actor=actor, rebuild=True)
@@ -26,7 +27,7 @@ def _rebuild(template: ImageTemplate, actor: str, reason: str, now: datetime) ->
     return is_waiting
 
 
-def _remove(template: ImageTemplate, actor: str, reason: str, now: datetime) -> bool:
+def _remove(template: ImageTemplate, actor: Actor, reason: str, now: datetime) -> bool:
     """Remove a fresh copy of the row, so that `template` keeps its id for the log entry."""
     builds.remove(ImageTemplate.objects.select_related("host").get(pk=template.pk), now=now)
     return True

@@ -228,7 +228,7 @@ class EnvironmentView(EnvironmentApiView):
         if "open_to_project" in data:
             participants.set_access(environment_id, data["open_to_project"], now=self.now, actor=self.actor)
         if "phase" in data:
-            lifecycle.set_phase(environment_id, data["phase"], actor=self.actor)
+            lifecycle.set_phase(environment_id, data["phase"], now=self.now, actor=self.actor)
         return Response(serialize_environment(lifecycle.find(environment_id)))
 
     def _list_participants(self, environment: Environment) -> list[str]:

@@ -16,7 +16,6 @@ from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.pagination import paginate
 from leases.api.base.permissions import HasKey, ManagesTemplates
 from leases.api.base.views import ApiRequest, ApiView
-from sandboxes import audit
 from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.errors import TemplateNotFound
 from sandboxes.models import ImageTemplate, TemplateFailure, TemplateState
@@ -120,7 +119,6 @@ class TemplateListView(ApiView):
                     data["name"], specification, host=host, now=self.now, actor=self.actor, rebuild=data["rebuild"]
                 )
                 if is_waiting:
-                    audit.record(template, "Build template", actor=self.actor, now=self.now)
                     tasks.enqueue_template_build(template)
             return 202 if template.state == TemplateState.BUILDING else 200, serialize_template_detail(template, complete=True)
 

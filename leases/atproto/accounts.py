@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 
 import structlog
+from django.db import transaction
 
 from leases.atproto.models import AtprotoAccount, Authentication
 from leases.atproto.service import CREATE_RECORD, CREATE_SESSION, REFRESH_SESSION, RepositoryService, ServiceError
@@ -18,6 +19,7 @@ from leases.identity_patterns import AUDIENCE_DESCRIPTION, AUDIENCE_PATTERN
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from leases.patterns import require_match
 from leases.service_urls import InvalidServiceUrl, check_service_url
+from sandboxes import audit
 from sandboxes.db import encryption
 from sandboxes.identity import signing
 from sandboxes.server_calls import Attempt
@@ -45,7 +47,13 @@ _locks: dict[int, threading.Lock] = {}  # held during requests that open or refr
 
 
 def set_account(
-    agent_did: str, *, service_url: str, service_did: str = "", password: str | None = None, now: datetime, actor: str = ""
+    agent_did: str,
+    *,
+    service_url: str,
+    service_did: str = "",
+    password: str | None = None,
+    now: datetime,
+    actor: audit.Actor = audit.CONTROL_PLANE,
 ) -> tuple[AtprotoAccount, bool]:
     """Add or replace the account of an agent, and return whether it is new.
 
@@ -61,26 +69,31 @@ def set_account(
     if password == "":
         raise InvalidRequest("password", "Empty.")
     sealed = None if password is None else encryption.encrypt(password.encode(), row=_encryption_context(agent_did))
-    account, is_new = AtprotoAccount.objects.update_or_create(
-        agent_did=agent_did,
-        defaults={
-            "service_url": service_url, "service_did": service_did, "sealed_password": sealed, "changed_at": now,
-            "authentication": Authentication.SERVICE_TOKEN if password is None else Authentication.SESSION,
-            "changed_by": actor,
-        },
-    )  # fmt: skip
+    columns = {
+        "service_url": service_url, "service_did": service_did, "sealed_password": sealed, "changed_at": now,
+        "authentication": Authentication.SERVICE_TOKEN if password is None else Authentication.SESSION,
+        "changed_by": actor,
+    }  # fmt: skip
+    with transaction.atomic():
+        account, is_new = AtprotoAccount.objects.update_or_create(agent_did=agent_did, defaults=columns)
+        detail = audit.describe_values(account, ["service_url", "service_did", "authentication"])
+        audit.record(account, "Set AT Protocol account", detail, actor=actor, now=now)
     log.info(
         "AT Protocol account set", agent=agent_did, service=service_url, authentication=account.authentication, actor=actor
     )
     return account, is_new
 
 
-def remove_account(agent_did: str, *, actor: str = "") -> bool:
+def remove_account(agent_did: str, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Remove the account of an agent. Return whether there was one."""
-    removed = bool(AtprotoAccount.objects.filter(agent_did=agent_did).delete()[0])
-    if removed:
+    with transaction.atomic():
+        account = AtprotoAccount.objects.select_for_update().filter(agent_did=agent_did).first()
+        if account:
+            audit.record(account, "Remove AT Protocol account", account.service_url, actor=actor, now=now)
+            account.delete()
+    if account:
         log.info("AT Protocol account removed", agent=agent_did, actor=actor)
-    return removed
+    return account is not None
 
 
 def authorize(account: AtprotoAccount, *, now: datetime) -> Attempt[str]:

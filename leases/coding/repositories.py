@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 from django.core.exceptions import ValidationError
 from django.db import transaction
+from django.db.models import ProtectedError
 
 from leases.coding.forges import Forge, forge_of
 from leases.coding.git import Git, InvalidCloneUrl, get_protocol, open_git
@@ -32,8 +33,9 @@ def find(name: str) -> Repository:
 
 
 def save(
-    name: str, *, token: str | None = None, project: str | None = None, now: datetime, actor: str = "", **fields: Any
-) -> tuple[Repository, bool]:
+    name: str, *, token: str | None = None, project: str | None = None, now: datetime,
+    actor: audit.Actor = audit.CONTROL_PLANE, **fields: Any,
+) -> tuple[Repository, bool]:  # fmt: skip
     """Add or change a repository, and return whether it is new. Fields that are None keep their value; an empty token removes
     the stored one.
 
@@ -71,7 +73,7 @@ def build(name: str, *, project: str | None = None, now: datetime, **fields: Any
     return row, is_new
 
 
-def _record(stored: Repository | None, row: Repository, changed: Sequence[str], *, actor: str, now: datetime) -> None:
+def _record(stored: Repository | None, row: Repository, changed: Sequence[str], *, actor: audit.Actor, now: datetime) -> None:
     """Record the new and the former columns, and of the token only that there is another one."""
     columns = [name for name in changed if name != "sealed_token"]
     if stored is None:
@@ -81,12 +83,28 @@ def _record(stored: Repository | None, row: Repository, changed: Sequence[str], 
     token = "" if "sealed_token" not in changed else "access token set" if row.sealed_token else "access token removed"
     action = "Add repository" if stored is None else "Change repository"
     if text := ", ".join(filter(None, [detail, token])):
-        audit.record_change(row, action, text, actor=actor, now=now)
+        audit.record(row, action, text, actor=actor, now=now)
 
 
-def set_enabled(name: str, enabled: bool, *, actor: str = "") -> bool:
+def remove(name: str, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> None:
+    """Delete a repository with its credentials. Raise RepositoryNotFound, and Conflict for one that has tasks."""
+    row = find(name)
+    try:
+        with transaction.atomic():
+            audit.record(row, "Remove repository", row.clone_url, actor=actor, now=now)
+            row.delete()
+    except ProtectedError:
+        raise Conflict("The repository has tasks. Disable it instead.") from None
+    log.info("repository removed", repository=name, actor=actor)
+
+
+def set_enabled(name: str, enabled: bool, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Accept new tasks in a repository, or refuse them. Existing tasks go on. Return False if nothing changed."""
-    changed = Repository.objects.filter(name=name, enabled=not enabled).update(enabled=enabled)
+    with transaction.atomic():
+        changed = Repository.objects.filter(name=name, enabled=not enabled).update(enabled=enabled)
+        if changed:
+            action = "Enable repository" if enabled else "Disable repository"
+            audit.record(find(name), action, actor=actor, now=now)
     if changed:
         log.info("repository enabled" if enabled else "repository disabled", repository=name, actor=actor)
     return bool(changed)

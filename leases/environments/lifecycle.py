@@ -21,6 +21,7 @@ from leases.errors import Conflict, EnvironmentEnded, EnvironmentNotFound, Inval
 from leases.models import EnvironmentType, Lease, LeaseStatus
 from leases.patterns import require_fits
 from leases.projects import registry
+from sandboxes import audit
 
 log = structlog.get_logger(__name__)
 ENDED_CONDITION = "condition:environment.ended"  # end reason of the leases
@@ -125,10 +126,14 @@ def start(environment_id: str, *, now: datetime, actor: str = "") -> bool:
     return False
 
 
-def set_phase(environment_id: str, phase: str, *, actor: str = "") -> bool:
+def set_phase(environment_id: str, phase: str, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Set the phase. Return False if it is the current one. Raise InvalidRequest, EnvironmentNotFound or EnvironmentEnded."""
     require_fits(Environment, phase=phase)
-    if Environment.objects.filter(~Q(phase=phase), pk=environment_id, ended_at__isnull=True).update(phase=phase):
+    with transaction.atomic():
+        changed = Environment.objects.filter(~Q(phase=phase), pk=environment_id, ended_at__isnull=True).update(phase=phase)
+        if changed:
+            audit.record(find(environment_id), "Set phase", phase, actor=actor, now=now)
+    if changed:
         log.info("environment phase set", environment=environment_id, phase=phase, actor=actor)
         return True
     _require_open(environment_id)

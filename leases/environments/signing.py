@@ -23,7 +23,7 @@ UNKNOWN = "No valid signing secret exists for this environment."
 
 
 def add_secret(
-    environment_id: str, *, revoke_previous: bool = False, now: datetime, actor: str = ""
+    environment_id: str, *, revoke_previous: bool = False, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE
 ) -> tuple[EnvironmentSecret, str]:
     """Add a secret and return its row and its only copy. Earlier secrets end after ROTATION_OVERLAP, or now if revoked.
 
@@ -39,7 +39,7 @@ def add_secret(
         row.save(force_insert=True)
         EnvironmentSecret.objects.filter(environment=environment, valid_until__lte=now).delete()
         detail = "earlier secrets are revoked" if revoke_previous else ""
-        audit.record_change(environment, "Add secret", detail, actor=actor, now=now)
+        audit.record(environment, "Add secret", detail, actor=actor, now=now)
     log.info("environment secret added", environment=environment_id, secret=str(row.pk), actor=actor)
     return row, text
 

@@ -11,6 +11,7 @@ from django.db.models import QuerySet
 
 from leases import api_keys, leasing
 from leases.models import AgentKey, Lease, LeaseStatus
+from sandboxes import audit
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ def find_leases(key: AgentKey) -> QuerySet[Lease]:
     return granted.filter(status=LeaseStatus.ACTIVE).order_by("pk")
 
 
-def revoke(key: AgentKey, *, end_leases: bool, now: datetime, actor: str = "", reason: str = "") -> Revocation:
+def revoke(
+    key: AgentKey, *, end_leases: bool, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE, reason: str = ""
+) -> Revocation:
     """Revoke a key and, if requested, end its leases. The next sweep stores their last state and destroys their sandboxes.
 
     A request that was authenticated before may still be granted a lease, so a call for a revoked key ends leases as well."""

@@ -13,6 +13,7 @@ from django.db import transaction
 from leases.errors import Conflict, InvalidPack, InvalidRequest
 from leases.models import EnvironmentType
 from leases.packs.folder import PackFolder, list_shipped_folders, read_folder
+from sandboxes import audit
 from sandboxes.db.durations import parse_duration
 from sandboxes.models import PackAssignment, PackOrigin, PackVersion, Policy
 from sandboxes.state.skills import MARKER_NAME, build_marker, pack_archive
@@ -32,7 +33,9 @@ class Assigned:
     kept: list[str]  # fields with a new default that an operator has changed
 
 
-def add_version(folder: PackFolder, *, now: datetime, origin: PackOrigin = PackOrigin.ADDED) -> tuple[PackVersion, bool]:
+def add_version(
+    folder: PackFolder, *, now: datetime, origin: PackOrigin = PackOrigin.ADDED, actor: audit.Actor = audit.CONTROL_PLANE
+) -> tuple[PackVersion, bool]:
     """Store a version. Return the row, and whether it is new. Idempotent.
 
     Raise Conflict if the version exists with other content, InvalidPack for an invalid default."""
@@ -43,13 +46,19 @@ def add_version(folder: PackFolder, *, now: datetime, origin: PackOrigin = PackO
         "archive": pack_archive({**folder.skill, MARKER_NAME: marker}), "created_at": now,
     }  # fmt: skip
     _parse_defaults(folder.defaults, folder.name)
-    version, is_new = PackVersion.objects.get_or_create(pack=folder.name, version=folder.version, defaults=columns)
+    with transaction.atomic():
+        version, is_new = PackVersion.objects.get_or_create(pack=folder.name, version=folder.version, defaults=columns)
+        if is_new:
+            audit.record(version, "Add pack version", f"digest {version.digest[:12]}", actor=actor, now=now)
     if version.digest != folder.digest:
         raise Conflict(f"{version} exists with other content. Raise the version in pack.toml.", field="version")
     return version, is_new
 
 
-def assign(version: PackVersion, environment_type: str, *, now: datetime, dry_run: bool = False) -> Assigned:
+def assign(
+    version: PackVersion, environment_type: str, *, now: datetime, dry_run: bool = False,
+    actor: audit.Actor = audit.CONTROL_PLANE,
+) -> Assigned:  # fmt: skip
     """Let an environment type use a version. Creates the type if there is none. Idempotent.
 
     A field of the type takes the new default unless an operator has changed it: its value is neither that of the version
@@ -68,6 +77,8 @@ def assign(version: PackVersion, environment_type: str, *, now: datetime, dry_ru
             PackAssignment.objects.update_or_create(
                 environment_type=environment_type, defaults={"version": version, "assigned_at": now}
             )
+            fields = "".join(f", {name} {audit.format_value(value)}" for name, value in changed.items())
+            audit.record(row, "Assign pack version", f"{was or 'no pack'} → {version}{fields}", actor=actor, now=now)
     return Assigned(environment_type, was, version, changed, kept)
 
 

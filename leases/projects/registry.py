@@ -14,12 +14,12 @@ from sandboxes import audit
 log = structlog.get_logger(__name__)
 
 
-def create(name: str, *, now: datetime, actor: str = "") -> tuple[Project, bool]:
+def create(name: str, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> tuple[Project, bool]:
     """Create a project, and return whether it is new. Idempotent. The caller has validated the name."""
     with transaction.atomic():
         project, is_new = Project.objects.get_or_create(name=name, defaults={"created_at": now})
         if is_new:
-            audit.record_change(project, "Create project", actor=actor, now=now)
+            audit.record(project, "Create project", actor=actor, now=now)
     if is_new:
         log.info("project created", project=name, actor=actor)
     return project, is_new
@@ -44,7 +44,7 @@ def register_agents(project_id: int | None, dids: Sequence[str], *, field: str, 
         raise InvalidRequest(field, f"{foreign.did} belongs to another project.")
 
 
-def move_agents(name: str, dids: Sequence[str], *, now: datetime, actor: str = "") -> int:
+def move_agents(name: str, dids: Sequence[str], *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> int:
     """Move agents, with the keys that list them, to a project. Return the number of agents that moved. Idempotent.
 
     Raise InvalidRequest for an unknown project or agent, and Conflict if one of the agents has an active lease, or shares a key
@@ -63,7 +63,7 @@ def move_agents(name: str, dids: Sequence[str], *, now: datetime, actor: str = "
         former = {did: agents[did].project_id for did in moving}
         moved = Agent.objects.filter(did__in=moving).update(project=project)
         details = ((agents[did], f"project id {former[did]} → {project.pk} ({project})") for did in moving)
-        audit.record_changes(details, "Move agent", actor=actor, now=now)
+        audit.record_each(details, "Move agent", actor=actor, now=now)
     if moved:
         log.info("agents moved", project=project.name, agents=moving, actor=actor)
     return moved

@@ -13,6 +13,7 @@ from leases import shells, turns
 from leases.models import IdempotentRequest
 from leases.queue import queue
 from leases.retention import facts, history
+from sandboxes import audit
 from sandboxes.egress.allow_list import connections
 from sandboxes.identity import signing
 from sandboxes.webhooks import outbox
@@ -53,6 +54,7 @@ def find_expired(*, now: datetime) -> list[ExpiredRows]:
         ExpiredRows("events", outbox.find_old_events(now=now)),
         ExpiredRows("egress connections", connections.find_expired(now=now)),
         ExpiredRows("service tokens", signing.find_old_tokens(now=now)),
+        ExpiredRows("operator actions", audit.find_expired(now=now)),
         ExpiredRows("tasks of the queue", Task.objects.filter(stopped__lt=now - TASK_RETENTION).order_by("stopped")),
         ExpiredRows("console sessions", Session.objects.filter(expire_date__lt=now).order_by("expire_date")),
         *(ExpiredRows(kind, rows) for kind, rows in [*history.find_expired(now=now).items(), *facts.find_expired().items()]),

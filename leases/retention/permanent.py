@@ -8,7 +8,7 @@ BILLED = "billing derives amounts from the rows"
 BOUNDED = "number of rows bounded by that of what they belong to"
 
 REASONS: Mapping[str, str] = {
-    "admin.LogEntry": "audit log of the operators' actions",
+    "admin.LogEntry": "audit log of the console",
     "auth.Group": CONFIGURED,
     "auth.Group_permissions": CONFIGURED,
     "auth.Permission": CONFIGURED,
@@ -58,7 +58,6 @@ REASONS: Mapping[str, str] = {
     "sandboxes.Installation": "one row",
     "sandboxes.LogPosition": "one row for each log file",
     "sandboxes.ObjectUpload": "deleted when its object is recorded, or by the prune sweep once it has expired",
-    "sandboxes.OperatorAction": "audit log of the operators' actions",
     "sandboxes.OutputObject": "deleted by the sweep `outputs` after its last run",
     "sandboxes.PackAssignment": CONFIGURED,
     "sandboxes.PackVersion": CONFIGURED,

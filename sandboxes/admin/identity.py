@@ -16,7 +16,7 @@ from unfold.decorators import display
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm
-from sandboxes.admin.base.audit import list_audit_entries
+from sandboxes.admin.base.audit import get_actor, list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -30,6 +30,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin, ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.admin.base.registry import build_agent_field, build_holder_field, get_reference, render_holders
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 from sandboxes.errors import SigningKeyExists
 from sandboxes.identity import curves, signing
@@ -40,7 +41,7 @@ MAX_AUDIT_ENTRIES = 12
 DID_KEY_PREFIX = "did:key:"
 
 
-def _rotate_key(key: SigningKey, actor: str, reason: str, now: datetime) -> bool:
+def _rotate_key(key: SigningKey, actor: Actor, reason: str, now: datetime) -> bool:
     return signing.replace_key(key, now=now, actor=actor) is not None
 
 
@@ -206,7 +207,7 @@ class SigningKeyAdmin(ConsoleModelAdmin):
 
     def save_model(self, request: HttpRequest, obj: SigningKey, form: Any, change: bool) -> None:
         private = curves.generate_key(obj.algorithm)
-        row = signing.create_key(obj.agent_did, now=database_time.now(), actor=request.user.get_username(), private=private)
+        row = signing.create_key(obj.agent_did, now=database_time.now(), actor=get_actor(request), private=private)
         obj.pk, obj.public_key = row.pk, row.public_key
         get_reference("agent").ensure_exists(obj.agent_did)
 

@@ -14,6 +14,8 @@ from sandboxes.admin.base.formatting import SummaryField, render_admin_link, ren
 from sandboxes.admin.base.model_admin import ReadOnlyModelAdmin, build_all_fields_fieldset
 from sandboxes.models import OperatorAction
 
+ORDER_NOTE = "of an order, recorded before its effect; not known if its process ended first"
+
 
 @admin.register(OperatorAction)
 class OperatorActionAdmin(ReadOnlyModelAdmin):
@@ -26,11 +28,13 @@ class OperatorActionAdmin(ReadOnlyModelAdmin):
             "history of the row.",
         )
     }
-    fieldsets = build_all_fields_fieldset("kind", "object_id", "object_text", "action", "detail", "actor", "at")
+    fieldsets = build_all_fields_fieldset(
+        "kind", "object_id", "object_text", "action", "detail", "is_order", "result", "actor", "at"
+    )
 
     @display(description="Action")
     def action_label(self, row: OperatorAction) -> SafeString:
-        return render_two_lines(row.action, row.detail)
+        return render_two_lines(row.action, row.summary)
 
     @display(description="Object")
     def object_label(self, row: OperatorAction) -> SafeString:
@@ -44,6 +48,7 @@ class OperatorActionAdmin(ReadOnlyModelAdmin):
         return {
             "facts": [
                 SummaryField("Action", row.action, note=row.detail),
+                *([SummaryField("Result", row.result or "not known", note=ORDER_NOTE)] if row.is_order else []),
                 SummaryField(_name_kind(row).capitalize(), _render_object(row)),
                 SummaryField("By", row.actor),
                 SummaryField("Time", render_timestamp(row.at)),

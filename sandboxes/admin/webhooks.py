@@ -13,7 +13,7 @@ from unfold.decorators import display
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget, UnfoldAdminTextInputWidget
 
 from sandboxes.admin.base.actions import REASON_HELP_TEXT, AdminAction, ReasonForm
-from sandboxes.admin.base.audit import list_audit_entries
+from sandboxes.admin.base.audit import get_actor, list_audit_entries
 from sandboxes.admin.base.changelist import ListTab
 from sandboxes.admin.base.formatting import (
     SummaryField,
@@ -25,6 +25,7 @@ from sandboxes.admin.base.formatting import (
 )
 from sandboxes.admin.base.model_admin import ConsoleModelAdmin
 from sandboxes.admin.deliveries import PENDING_FILTER, build_delivery_rows, render_webhook_state
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.models import Delivery, Webhook
@@ -34,12 +35,12 @@ from sandboxes.webhooks import delivery, outbox, subscriptions
 MAX_PANEL_ROWS = 12
 
 
-def _send_test(row: Webhook, actor: str, reason: str, now: datetime) -> bool:
+def _send_test(row: Webhook, actor: Actor, reason: str, now: datetime) -> bool:
     delivery.send_test_event(row, now=now, actor=actor)
     return True
 
 
-def _rotate_secret(row: Webhook, actor: str, reason: str, now: datetime) -> bool:
+def _rotate_secret(row: Webhook, actor: Actor, reason: str, now: datetime) -> bool:
     row.new_secret = subscriptions.rotate_secret(row, now=now, actor=actor)  # type: ignore[attr-defined]
     return row.new_secret is not None  # type: ignore[attr-defined]
 
@@ -271,7 +272,7 @@ class WebhookAdmin(ConsoleModelAdmin):
             return super().save_model(request, obj, form, change)
         row, secret = subscriptions.add_webhook(
             obj.url, obj.kinds, internal=obj.internal, description=obj.description, now=database_time.now(),
-            actor=request.user.get_username(),
+            actor=get_actor(request),
         )  # fmt: skip
         obj.pk = row.pk
         messages.warning(request, format_secret_message(secret))

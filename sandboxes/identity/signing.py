@@ -9,6 +9,8 @@ import structlog
 from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 
+from sandboxes import audit
+from sandboxes.audit import Actor
 from sandboxes.db import dialect, encryption
 from sandboxes.errors import SigningKeyDecryptionFailed, SigningKeyExists, SigningKeyNotFound, SigningKeyRevoked
 from sandboxes.identity import curves
@@ -42,9 +44,17 @@ def get_active_key(agent_did: str, *, lock: bool = False) -> SigningKey:
         # The key was rotated between the two queries: the next iteration finds its successor.
 
 
-def create_key(agent_did: str, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey:
+def create_key(
+    agent_did: str, *, now: datetime, actor: Actor = audit.CONTROL_PLANE, private: PrivateKey | None = None
+) -> SigningKey:
     """Create the agent's first active key from `private` or a generated key. Raise SigningKeyExists if the agent has one."""
-    private = private or curves.generate_key()
+    with transaction.atomic():
+        key = _insert_key(agent_did, private or curves.generate_key(), now=now, actor=actor)
+        audit.record(key, "Create signing key", f"{key.did_key}, {key.algorithm}", actor=actor, now=now)
+    return key
+
+
+def _insert_key(agent_did: str, private: PrivateKey, *, now: datetime, actor: str) -> SigningKey:
     key = SigningKey(
         agent_did=agent_did, algorithm=private.algorithm, public_key=private.public, created_at=now, created_by=actor
     )
@@ -63,7 +73,9 @@ def create_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
     return key
 
 
-def rotate_key(agent_did: str, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey:
+def rotate_key(
+    agent_did: str, *, now: datetime, actor: Actor = audit.CONTROL_PLANE, private: PrivateKey | None = None
+) -> SigningKey:
     """Replace the agent's active key by `private` or a generated key of the same algorithm, and delete the old private key.
 
     Raise SigningKeyNotFound or SigningKeyRevoked."""
@@ -72,15 +84,19 @@ def rotate_key(agent_did: str, *, now: datetime, actor: str = "", private: Priva
             return key
 
 
-def replace_key(old: SigningKey, *, now: datetime, actor: str = "", private: PrivateKey | None = None) -> SigningKey | None:
+def replace_key(
+    old: SigningKey, *, now: datetime, actor: Actor = audit.CONTROL_PLANE, private: PrivateKey | None = None
+) -> SigningKey | None:
     """Replace `old`, if it is the active key. Return its successor, or None if `old` is not active."""
     with transaction.atomic(durable=True):
         if not _end_key(old, retired_at=now, ended_by=actor):
             return None
-        return create_key(old.agent_did, now=now, actor=actor, private=private or curves.generate_key(old.algorithm))
+        key = _insert_key(old.agent_did, private or curves.generate_key(old.algorithm), now=now, actor=actor)
+        audit.record(old, "Rotate signing key", f"{old.did_key} replaced by {key.did_key}", actor=actor, now=now)
+        return key
 
 
-def revoke_active_key(agent_did: str, *, now: datetime, actor: str = "") -> SigningKey:
+def revoke_active_key(agent_did: str, *, now: datetime, actor: Actor = audit.CONTROL_PLANE) -> SigningKey:
     """Revoke the agent's active key and return it. No token is minted until the agent has another key.
 
     Raise SigningKeyNotFound or SigningKeyRevoked."""
@@ -91,9 +107,13 @@ def revoke_active_key(agent_did: str, *, now: datetime, actor: str = "") -> Sign
             return key
 
 
-def revoke_key(key: SigningKey, *, now: datetime, actor: str = "") -> bool:
+def revoke_key(key: SigningKey, *, now: datetime, actor: Actor = audit.CONTROL_PLANE) -> bool:
     """Revoke `key`. Return False if `key` is not active."""
-    return _end_key(key, revoked_at=now, ended_by=actor)
+    with transaction.atomic():
+        revoked = _end_key(key, revoked_at=now, ended_by=actor)
+        if revoked:
+            audit.record(key, "Revoke signing key", key.did_key, actor=actor, now=now)
+    return revoked
 
 
 def _end_key(key: SigningKey, **changes: Any) -> bool:

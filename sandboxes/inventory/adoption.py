@@ -56,7 +56,7 @@ def adopt(
     recipient: Recipient | None = None,
     now: datetime,
     grace: timedelta,
-    actor: str,
+    actor: audit.Actor,
     reason: str,
 ) -> Adoption:
     """Insert the row of a sandbox that an engine lists and no row names, in quarantine. Idempotent.
@@ -112,7 +112,7 @@ def _require_adoptable(found: Ownerless, chosen: Pool | None) -> Pool:
 
 
 def _insert_row(
-    found: Ownerless, pool: Pool, recipient: Recipient | None, *, now: datetime, actor: str, reason: str
+    found: Ownerless, pool: Pool, recipient: Recipient | None, *, now: datetime, actor: audit.Actor, reason: str
 ) -> Sandbox:
     """Insert the row and move it to quarantine in one transaction: no sweep sees it in `warming`, whose deadline destroys."""
     host = registry.get_local_host(found.provider.name, now=now)
@@ -130,7 +130,7 @@ def _insert_row(
                 sandbox.pk, WARMING, DESTROYING, now=now, code=TransitionReason.ADOPTED, reason=text, actor=actor,
                 quarantined_at=now, claim=None, last_error="Adopted. Retry the destroy once its files are not needed.",
             )  # fmt: skip
-            audit.record_change(sandbox, "Adopt sandbox", reason, actor=actor, now=now)
+            audit.record(sandbox, "Adopt sandbox", reason, actor=actor, now=now)
             if recipient:
                 Quota.objects.filter(pool=pool, agent_did=recipient.agent_did).update(used=F("used") + 1)
             if not take_place(pool):

@@ -15,13 +15,13 @@ log = structlog.get_logger(__name__)
 
 
 def destroy_ownerless(
-    provider_name: str, name: str, *, now: datetime, grace: timedelta, actor: str, reason: str, dry_run: bool = False
+    provider_name: str, name: str, *, now: datetime, grace: timedelta, actor: audit.Actor, reason: str, dry_run: bool = False
 ) -> bool:
     """Destroy a sandbox that an engine lists and no row names. Nothing in it is stored. Return whether it existed.
 
     1. List the engine again. Refuse a sandbox with a row, or younger than `grace`: its row may not be committed yet.
     2. Look for a row once more, immediately before the call: an adoption may have inserted one.
-    3. Call the provider. "Missing" is success.
+    3. Call the provider. "Missing" is success. The order is recorded before, because no transaction includes the call.
 
     Refused while the database does not match its store: an unknown sandbox may then belong to a later state of this
     installation. Raise the errors of find_ownerless, InstallationMismatch, and ProviderError if the outcome is unknown."""
@@ -35,12 +35,15 @@ def destroy_ownerless(
         return True
     checkpoint("removal checked", found)
     require_without_row(name, found.host_id)
-    try:
-        found.provider.destroy(found.listed.ref)
-    except Missing:
-        return False
-    detail = f"{provider_name} {name}: {reason}"
-    audit.record_installation_change("Destroy sandbox without owner", detail, actor=actor, now=now)
+    action, detail = "Destroy sandbox without owner", f"{provider_name} {name}: {reason}"
+    with audit.record_order(audit.get_installation_row(), action, detail, actor=actor, now=now) as order:
+        try:
+            found.provider.destroy(found.listed.ref)
+            order.result = "destroyed"
+        except Missing:
+            order.result = "did not exist any more"
+            return False
+        checkpoint("removal done", found)
     log.warning(
         "sandbox without an owner destroyed", name=name, provider=provider_name, owner=found.listed.owner,
         created_at=found.listed.created_at.isoformat(), actor=actor, reason=reason,

@@ -16,6 +16,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import F, Q
 
+from sandboxes import audit
 from sandboxes.db.clock import compute_backoff
 from sandboxes.errors import StartsPaused
 from sandboxes.failures import find_cause
@@ -97,9 +98,12 @@ def note_failure(host: Host, failed: Exception, *, now: datetime) -> None:
         log.error("starts paused", host=host.name, provider=host.provider, seconds=pause.total_seconds(), error=error)
 
 
-def reset(host: Host, *, now: datetime, actor: str = "") -> bool:
+def reset(host: Host, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Close the breaker of a host. Return False if it was not open."""
-    closed = Host.objects.filter(pk=host.pk, starts_paused_until__gt=now).update(**CLOSED)
+    with transaction.atomic():
+        closed = Host.objects.filter(pk=host.pk, starts_paused_until__gt=now).update(**CLOSED)
+        if closed:
+            audit.record(host, "Resume starts", actor=actor, now=now)
     if closed:
         log.info("starts resumed", host=host.name, actor=actor)
     return bool(closed)

@@ -21,6 +21,8 @@ from django.db import transaction
 from django.db.models import Count, Q, Sum
 from django.db.models.functions import Coalesce
 
+from sandboxes import audit
+from sandboxes.audit import Actor
 from sandboxes.db.clock import clock_from
 from sandboxes.errors import DataFull, SandboxError
 from sandboxes.lifecycle import checkpoint
@@ -106,7 +108,9 @@ class _DigestingReader:
         return chunk
 
 
-def put_file(agent_did: str, path: str, source: IO[bytes], *, mode: int = 0o644, now: datetime) -> int:
+def put_file(
+    agent_did: str, path: str, source: IO[bytes], *, mode: int = 0o644, now: datetime, actor: Actor = audit.CONTROL_PLANE
+) -> int:
     """Store the rest of `source` as the newest version of a file. Return 1, or 0 if content and mode are unchanged."""
     with ExitStack() as stack:
         spool = stack.enter_context(open_spool())
@@ -115,10 +119,10 @@ def put_file(agent_did: str, path: str, source: IO[bytes], *, mode: int = 0o644,
         spool.seek(0)
         staged = StagedChanges(stack)
         staged.add(DataFile(path=path, kind="file", mode=mode, mtime=int(now.timestamp()), size_bytes=size), spool)
-        return store_staged(agent_did, staged, now)
+        return _store_edit(agent_did, staged, "Store file", path, now=now, actor=actor)
 
 
-def load_tar(agent_did: str, source: IO[bytes], *, now: datetime) -> int:
+def load_tar(agent_did: str, source: IO[bytes], *, now: datetime, actor: Actor = audit.CONTROL_PLANE) -> int:
     """Store the members of a tar beside the existing data. Return the number of new or changed paths.
 
     All or nothing. Raise InvalidDataPath if a member is not a file, directory or link, or has an invalid path."""
@@ -130,7 +134,7 @@ def load_tar(agent_did: str, source: IO[bytes], *, now: datetime) -> int:
                 _add_member(staged, tar, member)
         except TAR_ERRORS as error:
             raise InvalidDataPath(f"The tar is invalid or truncated: {error}.") from error
-        return store_staged(agent_did, staged, now)
+        return _store_edit(agent_did, staged, "Import files", f"{len(staged.rows)} paths of a tar", now=now, actor=actor)
 
 
 def _add_member(staged: StagedChanges, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
@@ -152,7 +156,7 @@ def _add_member(staged: StagedChanges, tar: tarfile.TarFile, member: tarfile.Tar
         raise InvalidDataPath(f"{path!r} cannot be stored: it is not a regular file, directory or link.")
 
 
-def load_directory(agent_did: str, root: Path, *, now: datetime) -> int:
+def load_directory(agent_did: str, root: Path, *, now: datetime, actor: Actor = audit.CONTROL_PLANE) -> int:
     """Store the content of a local directory beside the existing data, like load_tar. Links are stored, not followed."""
     with ExitStack() as stack:
         staged = StagedChanges(stack)
@@ -171,7 +175,15 @@ def load_directory(agent_did: str, root: Path, *, now: datetime) -> int:
                     staged.add(row, source)
             else:
                 raise InvalidDataPath(f"{path!r} cannot be stored: it is not a regular file, directory or link.")
-        return store_staged(agent_did, staged, now)
+        return _store_edit(agent_did, staged, "Import files", f"{len(staged.rows)} paths of a directory", now=now, actor=actor)
+
+
+def _store_edit(agent_did: str, staged: StagedChanges, action: str, detail: str, *, now: datetime, actor: Actor) -> int:
+    """Store the staged changes, and record the action with the agent's data in their transaction."""
+    return store_staged(
+        agent_did, staged, now,
+        record=lambda: audit.record(AgentData.objects.get(agent_did=agent_did), action, detail, actor=actor, now=now),
+    )  # fmt: skip
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -206,7 +218,9 @@ def store_staged(agent_did: str, staged: StagedChanges, now: datetime, *, record
     return len(rows)
 
 
-def remove_path(agent_did: str, path: str, *, recursive: bool = False, now: datetime) -> int:
+def remove_path(
+    agent_did: str, path: str, *, recursive: bool = False, now: datetime, actor: Actor = audit.CONTROL_PLANE
+) -> int:
     """Remove a path, with `recursive` also everything below it. Return the number of removed paths.
 
     Raise DataPathNotFound, or InvalidDataPath for a non-empty directory without `recursive`."""
@@ -225,6 +239,7 @@ def remove_path(agent_did: str, path: str, *, recursive: bool = False, now: date
         if not removed:
             raise DataPathNotFound(f"There is no {path!r} in the agent's data.")
         _update_totals(data, now)
+        audit.record(data, "Remove files", f"{path}: {removed} paths", actor=actor, now=now)
     _collect_outdated(data)
     return removed
 

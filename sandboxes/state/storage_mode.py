@@ -14,6 +14,8 @@ from typing import Any
 from django.db import transaction
 from django.db.models import Count, F, Sum
 
+from sandboxes import audit
+from sandboxes.audit import Actor
 from sandboxes.errors import SandboxBusy
 from sandboxes.image import files
 from sandboxes.lifecycle import checkpoint
@@ -32,7 +34,7 @@ FILE_TYPE_BITS = {"file": stat.S_IFREG, "directory": stat.S_IFDIR, "link": stat.
 REMOVED_COLUMNS = {"removed": True, "stored_in": None, "size_bytes": 0, "digest": ""}
 
 
-def convert_to_mount(data: AgentData, *, now: datetime) -> int:
+def convert_to_mount(data: AgentData, *, now: datetime, actor: Actor = audit.CONTROL_PLANE) -> int:
     """Store an agent's files as one object each and switch to mode `mount`. Return the number of paths. Idempotent.
 
     Raise SandboxBusy if a sandbox of the agent has a process or the data changed meanwhile, Rejected if this installation
@@ -50,11 +52,12 @@ def convert_to_mount(data: AgentData, *, now: datetime) -> int:
         # The rows stay, marked as removed: the rows of a removed skill prevent seeding the skill again.
         DataFile.objects.filter(data=data).update(**REMOVED_COLUMNS)
         AgentData.objects.filter(pk=data.pk).update(keeping=DataStorageMode.MOUNT, revision=F("revision") + 1, changed_at=now)
+        audit.record(data, "Set storage mode", "sync → mount", actor=actor, now=now)
     data_sync.remove_outdated_objects(DataObject.objects.filter(data=data))
     return len(rows)
 
 
-def convert_to_sync(data: AgentData, *, now: datetime) -> int:
+def convert_to_sync(data: AgentData, *, now: datetime, actor: Actor = audit.CONTROL_PLANE) -> int:
     """Store an agent's mounted files as synced data and switch to mode `sync`. Return the number of paths. Idempotent.
 
     Raise SandboxBusy in the same cases as convert_to_mount, DataFull above the limits of synced data, StoreError if the files
@@ -80,6 +83,7 @@ def convert_to_sync(data: AgentData, *, now: datetime) -> int:
         checkpoint("data copied", data)
         with _lock_while_cold(data, DataStorageMode.MOUNT, counts):
             _replace_rows(data, staged, data.revision + 1, now)
+            audit.record(data, "Set storage mode", "mount → sync", actor=actor, now=now)
     get_store().clear(s3fs.build_key_prefix(data.agent_did))
     return len(staged.rows)
 

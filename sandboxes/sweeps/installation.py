@@ -6,7 +6,9 @@ from collections.abc import Callable
 from datetime import datetime
 
 import structlog
+from django.db import transaction
 
+from sandboxes import audit
 from sandboxes.installation_marks import (
     find_mismatch,
     forget_change,
@@ -49,14 +51,17 @@ def run_if_matching(sweep: Callable[[], SweepResult]) -> SweepResult:
     return sweep()
 
 
-def confirm(*, now: datetime, actor: str) -> Installation:
+def confirm(*, now: datetime, actor: audit.Actor) -> Installation:
     """Accept the present store and state directory as those of this database, so that destructive sweeps run again.
 
     The generation becomes higher than every mark: another copy of the database is refused from now on."""
     marks = [mark for mark in (read_store_mark(), read_directory_mark()) if mark]
     row = get_installation()
     highest = max([row.generation, *(mark.generation for mark in marks)])
-    Installation.objects.filter(pk=row.pk).update(generation=highest, mismatch="", confirmed_at=now, confirmed_by=actor)
+    changes = {"generation": highest, "mismatch": "", "confirmed_at": now, "confirmed_by": actor}
+    with transaction.atomic():
+        Installation.objects.filter(pk=row.pk).update(**changes)
+        audit.record(row, "Confirm installation", f"accepted: {row.mismatch or 'no mismatch'}", actor=actor, now=now)
     write_marks(now=now)
     forget_change()
     log.warning("installation confirmed", actor=actor, generation=highest + 1)

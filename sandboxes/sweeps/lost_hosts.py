@@ -9,20 +9,23 @@ import structlog
 from django.db import transaction
 from django.db.models import QuerySet
 
-from sandboxes import destruction, eviction
+from sandboxes import audit, destruction, eviction
 from sandboxes.lifecycle import COLD, DESTROYED, DESTROYING, advance
 from sandboxes.models import GONE_STATES, Host, Sandbox, Sweep, TransitionReason
 
 log = structlog.get_logger(__name__)
 
 
-def declare_lost(host: Host, *, now: datetime, actor: str) -> bool:
+def declare_lost(host: Host, *, now: datetime, actor: audit.Actor) -> bool:
     """Record that a host is lost. The sweeps `mark_sandboxes_lost` and `release_sandboxes` act on it.
 
     Returns False if it was declared before."""
-    declared = Host.objects.filter(pk=host.pk, lost_at__isnull=True).update(lost_at=now)
+    with transaction.atomic():
+        declared = Host.objects.filter(pk=host.pk, lost_at__isnull=True).update(lost_at=now)
+        if declared:
+            Sweep.objects.filter(host=host).delete()  # otherwise the host's sweeps would be reported as late for ever
+            audit.record(host, "Declare host lost", actor=actor, now=now)
     if declared:
-        Sweep.objects.filter(host=host).delete()  # otherwise the host's sweeps would be reported as late for ever
         log.warning("host declared lost", host=host.name, actor=actor)
     return bool(declared)
 

@@ -96,7 +96,7 @@ def _get_default_base(provider_name: str) -> str:
 
 
 def request(
-    name: str, specification: TemplateSpecification, *, host: Host, now: datetime, actor: str, rebuild: bool = False
+    name: str, specification: TemplateSpecification, *, host: Host, now: datetime, actor: audit.Actor, rebuild: bool = False
 ) -> tuple[ImageTemplate, bool]:
     """Return the template of this name and specification on a host, and whether it now waits for a build.
 
@@ -108,15 +108,14 @@ def request(
         "base": specification.base, "commands": [*specification.commands], "dockerfile": specification.dockerfile,
     }  # fmt: skip
     waiting = {"state": TemplateState.BUILDING, "deadline_at": now + QUEUE_GRACE, "requested_by": actor}
-    version = specification.compute_version()
-    with _end_wait_if_unanswered(ImageTemplate.objects.filter(host=host, name=name, version=version), now=now):
-        template, is_new = ImageTemplate.objects.get_or_create(
-            host=host, name=name, version=version, defaults={**content, **waiting, "created_at": now}
-        )
-        if is_new:
-            return template, True
-        is_waiting = _begin_again(template, waiting, rebuild=rebuild, now=now)
-    template.refresh_from_db()
+    key: dict[str, Any] = {"host": host, "name": name, "version": specification.compute_version()}
+    with _end_wait_if_unanswered(ImageTemplate.objects.filter(**key), now=now), transaction.atomic():
+        template, is_new = ImageTemplate.objects.get_or_create(**key, defaults={**content, **waiting, "created_at": now})
+        is_waiting = is_new or _begin_again(template, waiting, rebuild=rebuild, now=now)
+        if is_waiting:
+            audit.record(template, "Build template", "" if is_new else "again", actor=actor, now=now)
+    if not is_new:
+        template.refresh_from_db()
     return template, is_waiting
 
 
@@ -189,7 +188,7 @@ def release_due(*, now: datetime, limit: int = 50) -> tuple[SweepResult, list[Im
     return result, released
 
 
-def remove(template: ImageTemplate, *, now: datetime, actor: str = "") -> None:
+def remove(template: ImageTemplate, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> None:
     """Remove a template and its image. Idempotent: an image that is gone already is success.
 
     Raise TemplateInUse if a pool names the image or a sandbox was started from it, TemplateBusy during a build, WrongHost."""
@@ -214,7 +213,7 @@ def remove(template: ImageTemplate, *, now: datetime, actor: str = "") -> None:
             raise TemplateInUse(str(error)) from error
         raise
     with transaction.atomic():
-        audit.record_change(template, "Remove template", actor=actor, now=now)
+        audit.record(template, "Remove template", actor=actor, now=now)
         claimed.delete()
 
 

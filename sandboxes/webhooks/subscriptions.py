@@ -38,8 +38,14 @@ def count_failing() -> FailingWebhooks:
 
 
 def add_webhook(
-    url: str, kinds: Sequence[str] = (), *, now: datetime, actor: str = "", description: str = "", internal: bool = False
-) -> tuple[Webhook, str]:
+    url: str,
+    kinds: Sequence[str] = (),
+    *,
+    now: datetime,
+    actor: audit.Actor = audit.CONTROL_PLANE,
+    description: str = "",
+    internal: bool = False,
+) -> tuple[Webhook, str]:  # fmt: skip
     """Add a webhook for some event types, by default for all. Return the webhook and the only copy of its secret.
 
     Raise ValidationError."""
@@ -49,12 +55,12 @@ def add_webhook(
     webhook.sealed = sealed
     with transaction.atomic():
         webhook.save(force_insert=True)
-        audit.record_change(webhook, "Add webhook", audit.describe_values(webhook, AUDITED_COLUMNS), actor=actor, now=now)
+        audit.record(webhook, "Add webhook", audit.describe_values(webhook, AUDITED_COLUMNS), actor=actor, now=now)
     log.info("webhook added", webhook=str(webhook.pk), actor=actor)
     return webhook, secret
 
 
-def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | None:
+def rotate_secret(webhook: Webhook, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> str | None:
     """Generate a new secret and return its only copy. The previous secret also signs for ROTATION_OVERLAP.
 
     Return None if the webhook was removed, or if its secret was rotated since `webhook` was read."""
@@ -64,26 +70,26 @@ def rotate_secret(webhook: Webhook, *, now: datetime, actor: str = "") -> str | 
             sealed=sealed, sealed_before=webhook.sealed, before_until=now + ROTATION_OVERLAP
         )
         if rotated:
-            audit.record_change(webhook, "Rotate webhook secret", actor=actor, now=now)
+            audit.record(webhook, "Rotate webhook secret", actor=actor, now=now)
     if rotated:
         log.info("webhook secret rotated", webhook=str(webhook.pk), actor=actor)
     return secret if rotated else None
 
 
-def pause_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
+def pause_webhook(webhook: Webhook, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Pause a webhook: later events create no delivery for it, and pending deliveries wait.
 
     Return False if the webhook was paused or removed before."""
     with transaction.atomic():
         paused = Webhook.objects.filter(NOT_REMOVED, pk=webhook.pk, active=True).update(active=False)
         if paused:
-            audit.record_change(webhook, "Pause webhook", actor=actor, now=now)
+            audit.record(webhook, "Pause webhook", actor=actor, now=now)
     if paused:
         log.info("webhook paused", webhook=str(webhook.pk), actor=actor)
     return bool(paused)
 
 
-def resume_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
+def resume_webhook(webhook: Webhook, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Resume a paused or disabled webhook, and make its pending deliveries due now.
 
     Return False if the webhook was active already, or was removed."""
@@ -93,7 +99,7 @@ def resume_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
             active=True, disabled_at=None, failures=0, failing_since=None, retry_at=None
         )
         if resumed:
-            audit.record_change(webhook, "Resume webhook", actor=actor, now=now)
+            audit.record(webhook, "Resume webhook", actor=actor, now=now)
             pending = Delivery.objects.filter(webhook=webhook, due_at__isnull=False)
             pending.update(asked_at=now)
             pending.filter(claim__isnull=True).update(due_at=now)
@@ -102,7 +108,7 @@ def resume_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
     return bool(resumed)
 
 
-def remove_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
+def remove_webhook(webhook: Webhook, *, now: datetime, actor: audit.Actor = audit.CONTROL_PLANE) -> bool:
     """Remove a webhook: delete its secret and abandon pending deliveries. Return False if the webhook was removed before.
 
     The rows of the webhook and its deliveries stay: a concurrent transaction may be inserting a delivery of this webhook."""
@@ -112,7 +118,7 @@ def remove_webhook(webhook: Webhook, *, now: datetime, actor: str = "") -> bool:
         )
         if removed:
             abandon_deliveries(webhook.pk, now=now)
-            audit.record_change(webhook, "Remove webhook", actor=actor, now=now)
+            audit.record(webhook, "Remove webhook", actor=actor, now=now)
     if removed:
         log.info("webhook removed", webhook=str(webhook.pk), actor=actor)
     return bool(removed)

@@ -11,6 +11,9 @@ from decimal import Decimal
 
 import django
 
+from sandboxes.audit import COMMAND_LINE
+from tests.support.actors import console_user
+
 if __name__ == "__main__":
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     django.setup()
@@ -126,7 +129,7 @@ def _seed_coding_tasks(now: datetime) -> None:
         submitted = {"submitted_at": at + HOUR} if "submissions" in fields or "pull_request_url" in fields else {}
         CodingTask.objects.filter(pk=task.pk).update(**{"base_commit": "1a2b3c4d" * 5, **submitted, **given})
     for at in (now - 5 * DAY, now - 3 * HOUR):
-        environment_secrets.add_secret("web-40", now=at, actor="admin")
+        environment_secrets.add_secret("web-40", now=at, actor=console_user("admin"))
 
 
 def _seed_users(now: datetime) -> None:
@@ -148,7 +151,7 @@ def _seed_webhooks(now: datetime) -> None:
     unavailable, gone = PostResult(503, "Status 503 Service Unavailable."), PostResult(410, "Status 410 Gone.")
     for number, answer in enumerate((PostResult(204), unavailable, gone)):
         url = f"https://receiver-{number}.example.com/leasehold"
-        subscriptions.add_webhook(url, [], description="The people on call.", now=now - 20 * HOUR, actor="admin")
+        subscriptions.add_webhook(url, [], description="The people on call.", now=now - 20 * HOUR, actor=console_user("admin"))
         outbox.enqueue_event("budget.warning", key=f"{number}", payload={"spent": "8.41"}, now=now - HOUR)
         taken = delivery.claim_delivery(Webhook.objects.get(url=url).pk, now=now - 9 * MINUTE)
         assert taken
@@ -288,13 +291,13 @@ def _seed_pools(memory: MemoryProvider, now: datetime) -> None:
 
 def _seed_identities(now: datetime) -> None:
     """Create a rotated key, a revoked key and service tokens signed with both keys of an agent."""
-    signing.create_key(ADA, now=now - 50 * HOUR, actor="admin")
+    signing.create_key(ADA, now=now - 50 * HOUR, actor=console_user("admin"))
     lease = _acquire_lease(ADA, "relay-watch", now - 2 * HOUR)
     for at in (now - 2 * HOUR, now):
         execution.mint_service_token(lease.pk, aud="did:web:relay.example.com#relay", lxm="a.b.c", now=at, actor=ACTOR)
-        signing.rotate_key(ADA, now=at, actor="admin")
-    signing.create_key(GRACE, now=now - 50 * HOUR, actor="admin")
-    signing.revoke_active_key(GRACE, now=now - HOUR, actor="command line")
+        signing.rotate_key(ADA, now=at, actor=console_user("admin"))
+    signing.create_key(GRACE, now=now - 50 * HOUR, actor=console_user("admin"))
+    signing.revoke_active_key(GRACE, now=now - HOUR, actor=COMMAND_LINE)
 
 
 def _seed_llm_calls(now: datetime) -> None:

@@ -110,7 +110,7 @@ def test_the_stored_token_is_not_sent_to_another_server(
 
 
 def test_a_change_keeps_a_repository_disabled(administrator: Client, repository: Repository) -> None:
-    repositories.set_enabled("web", False)
+    repositories.set_enabled("web", False, now=NOW)
     assert administrator.post(row_url(repository), fill_in(depth="9")).status_code == 302
     repository.refresh_from_db()
     assert (repository.depth, repository.enabled) == (9, False)

@@ -27,6 +27,7 @@ from billing.dates import to_utc_date
 from billing.models import Account, CostRecord, Credit, Membership, Rate, Statement, StatementLine, UsageRecord
 from controlplane.console import dashboard
 from leases.models import Agent, Lease
+from tests.support.actors import console_user
 from tests.support.billing import (
     ADA,
     BOB,
@@ -323,7 +324,7 @@ def test_text_from_agents_is_escaped_on_billing_pages(superuser: Client, team: A
     price()
     create_time_usage(on(LAST), 9 * HOUR, MARKUP, provider="acme")
     price()
-    statement, _ = statements.close_month(team, LAST, now=NOW, actor=MARKUP)
+    statement, _ = statements.close_month(team, LAST, now=NOW, actor=console_user(MARKUP))
     credit = statements.grant_credit(team, Decimal(1), now=NOW, actor=MARKUP, reason=MARKUP)
     member = Membership.objects.get(agent_did=MARKUP)
     rows = [*CostRecord.objects.all(), *UsageRecord.objects.all(), team, statement, credit, member]

@@ -32,6 +32,7 @@ from sandboxes.models import Delivery, Host, ImageTemplate, Policy, Pool, Proces
 from sandboxes.models.policies import SEALED_POLICY_NAME
 from sandboxes.webhooks import outbox, subscriptions
 from tests.admin.conftest import ADA, NOW, ensure_sandbox, run
+from tests.support.actors import console_user
 from tests.support.billing import (
     BOB,
     HOUR,
@@ -155,7 +156,7 @@ def rows(lease: Lease, grant: Callable[..., Lease]) -> dict[str, Model]:
     repository, _ = repositories.save("calc", clone_url="/srv/git/calc.git", now=NOW)
     outbox.enqueue_event("lease.ended", key="1", payload={}, now=NOW)
     Delivery.objects.update(due_at=None, given_up_at=NOW)
-    subscriptions.pause_webhook(paused, now=timezone.now(), actor="eve")
+    subscriptions.pause_webhook(paused, now=timezone.now(), actor=console_user())
     account, other = Account.objects.get(name="house"), Account.objects.create(name="other")
     begun = create_rate("time", "0.25")
     create_time_usage(start_of_day(month), HOUR, provider="acme")

@@ -26,6 +26,10 @@ OPERATOR_PERMISSIONS = {
 BUDGET = {"scope": "all", "unit": "usd", "amount": "10", "period": "day"}
 RATE = {"model": "m", "prices": {"input": "1"}, "valid_from": "2026-11-01T00:00:00Z", "source": "price page"}
 WHY = {"reason": "not needed"}
+STOPPED = (
+    "result: 0 leases ended, 0 queued runs interrupted, 0 direct agent runs interrupted, 0 commands killed, "
+    "0 background processes killed"
+)
 
 # Operation -> request, the action recorded last, and its detail.
 RECORDED: dict[str, tuple[str, str, Any, str, str]] = {
@@ -38,9 +42,9 @@ RECORDED: dict[str, tuple[str, str, Any, str, str]] = {
         "1 → 2 USD per million tokens, from 2026-11-01 00:00 UTC, price page",
     ),
     "agents_create": ("POST", "agents", {"did": "did:plc:new"}, "Create agent", "project default"),
-    "agents_stop": ("POST", f"agents/{ADA}/stop", {"end_leases": True}, "Stop all work", "ends leases"),
-    "environments_stop": ("POST", "environments/game-1/stop", {}, "Stop all work", "keeps leases"),
-    "stop": ("POST", "stop", {}, "Stop all work", "keeps leases"),
+    "agents_stop": ("POST", f"agents/{ADA}/stop", {"end_leases": True}, "Stop all work", f"ends leases; {STOPPED}"),
+    "environments_stop": ("POST", "environments/game-1/stop", {}, "Stop all work", f"keeps leases; {STOPPED}"),
+    "stop": ("POST", "stop", {}, "Stop all work", f"keeps leases; {STOPPED}"),
     "environments_update": (
         "PATCH", "environments/game-1", {"open_to_project": True}, "Change access", "open to its project",
     ),
@@ -52,7 +56,8 @@ RECORDED: dict[str, tuple[str, str, Any, str, str]] = {
         "POST", "environments/game-1/secrets", {"revoke_previous": True}, "Add secret", "earlier secrets are revoked",
     ),
     "inventory_destroy": (
-        "POST", "inventory/memory/{orphan}/destroy", WHY, "Destroy sandbox without owner", "memory {orphan}: not needed",
+        "POST", "inventory/memory/{orphan}/destroy", WHY, "Destroy sandbox without owner",
+        "memory {orphan}: not needed; result: destroyed",
     ),
     "inventory_adopt": ("POST", "inventory/memory/{orphan}/adopt", WHY, "Adopt sandbox", "not needed"),
     "templates_create": ("POST", "templates", {"name": "n", "commands": ["true"]}, "Build template", ""),
@@ -121,5 +126,5 @@ def test_an_operation_records_the_key_and_the_change(name: str, issue: Callable[
     response = client(method, path.format(**names), body)
     assert response.status_code < 300, response.content
     recorded = OperatorAction.objects.get()
-    assert (recorded.action, recorded.detail) == (action, detail.format(**names))
+    assert (recorded.action, recorded.summary) == (action, detail.format(**names))
     assert recorded.actor == f"key {client.key.split('_')[1]}"

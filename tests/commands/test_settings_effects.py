@@ -384,6 +384,9 @@ EFFECTS: dict[str, tuple[str, Callable[[World], object] | str]] = {
     ),
     "LEASEHOLD_KEEP_STATE": ("10m", expired_snapshots),
     "LEASEHOLD_KEEP_HISTORY": ("10m", expired_leases),
+    "LEASEHOLD_KEEP_OPERATOR_ACTIONS": (
+        "10m", "tests/unit/sandboxes/test_audit.py::test_an_action_is_deleted_after_its_retention",
+    ),
     "STORAGE_BACKEND": ("s3", "store::test_the_settings_select_the_store"),
     "STORAGE_MODE": ("journaled", "tests/api/leases/test_stores.py::test_a_failing_store_is_unavailable"),
     "STORAGE_SYNC": ("0", "store::test_sync_is_refused_on_backends_without_files"),

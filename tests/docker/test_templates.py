@@ -16,6 +16,7 @@ from sandboxes.models import Host, ImageTemplate, Pool, TemplateFailure, Templat
 from sandboxes.templates import builds
 from tests.conftest import MINUTE, SimulatedCrash, die
 from tests.docker.test_provider import docker
+from tests.support.actors import console_user
 from tests.support.leases import run, update_pool
 
 pytestmark = [pytest.mark.docker, pytest.mark.django_db, pytest.mark.usefixtures("docker_ready")]
@@ -50,7 +51,7 @@ def request_template(host: Host, name: str) -> Request:
 
     def request(*commands: str, dockerfile: str = "", **options: Any) -> ImageTemplate:
         specification = builds.build_specification(host, base="", commands=commands, dockerfile=dockerfile)
-        return builds.request(name, specification, host=host, now=timezone.now(), actor="test", **options)[0]
+        return builds.request(name, specification, host=host, now=timezone.now(), actor=console_user("test"), **options)[0]
 
     return request
 

@@ -9,6 +9,7 @@ from sandboxes.db import database_time
 from sandboxes.hosts.bound_provider import compute_host_id
 from sandboxes.models import Host as HostRow
 from sandboxes.models import Sandbox
+from tests.support.actors import console_user
 from tests.support.suites import TEST_PROVIDER
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Outages:
 
     def _declare_lost(self, host: "Host") -> None:
         row = HostRow.objects.get(pk=compute_host_id(TEST_PROVIDER, host.name))
-        sweeps.declare_host_lost(row, now=database_time.now(), actor="operator")
+        sweeps.declare_host_lost(row, now=database_time.now(), actor=console_user("operator"))
 
     def end(self) -> None:
         """End all outages. An operator declares a host that is gone, and not declared yet, lost."""

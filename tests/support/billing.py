@@ -32,6 +32,7 @@ from sandboxes.models import Event, LlmCall, Pool, Reading, Run, Sandbox
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
+from tests.support.actors import console_user
 
 ADA, BOB = "did:plc:ada", "did:plc:bob"
 HOUR = timedelta(hours=1)
@@ -167,7 +168,7 @@ def advance_and_price(now: datetime) -> None:
 
 
 def close_month(account: Account, month: date, *, now: datetime) -> Statement:
-    return statements.close_month(account, month, now=now, actor="eve")[0]
+    return statements.close_month(account, month, now=now, actor=console_user())[0]
 
 
 def list_statement_lines(statement: Statement) -> list[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand
 
 from billing import derivation
 from billing.horizon import get_horizon
+from sandboxes import audit
 from sandboxes.db import database_time
 
 
@@ -20,9 +21,15 @@ class Command(BaseCommand):
         )  # fmt: skip
 
     def handle(self, *args: Any, again: bool, **options: Any) -> None:
+        now = database_time.now()
         if again:
-            derivation.reset_usage_and_costs()
-        usage, costs = derivation.derive_usage_and_costs(now=database_time.now())
+            row = audit.get_installation_row()
+            with audit.record_order(row, "Derive usage and costs again", actor=audit.COMMAND_LINE, now=now) as order:
+                derivation.reset_usage_and_costs()
+                usage, costs = derivation.derive_usage_and_costs(now=database_time.now())
+                order.result = f"usage: {format_counts(usage)}; costs: {format_counts(costs)}"
+        else:
+            usage, costs = derivation.derive_usage_and_costs(now=now)
         self.stdout.write(f"usage: {format_counts(usage)}")
         self.stdout.write(f"costs: {format_counts(costs)}")
         self.stdout.write(f"horizon: usage of days before {get_horizon().date()} is final")

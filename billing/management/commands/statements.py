@@ -23,6 +23,7 @@ from billing.api.statements import (
 from billing.focus.export import find_accounts, iter_csv, open_month
 from billing.management.options import format_table, validate_options
 from billing.models import Account, Statement
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -112,7 +113,7 @@ class Command(BaseCommand):
         refused = []
         for account in accounts:
             try:
-                statements.close_month(account, selected["month"], now=database_time.now(), actor="command line")
+                statements.close_month(account, selected["month"], now=database_time.now(), actor=COMMAND_LINE)
             except statements.MonthNotClosable as error:
                 refused.append(f"{account}: {error}")
         return refused

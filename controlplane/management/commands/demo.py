@@ -18,6 +18,7 @@ from django.core.management.base import BaseCommand, CommandError
 from controlplane.games import GAMES, DemoOptions
 from controlplane.games.client import ApiError, Client, Player, build_cost_rows, build_result_rows, post_condition
 from leases import api_keys
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.egress import nginx
 from sandboxes.management.base import require_migrated
@@ -112,7 +113,8 @@ class Command(BaseCommand):
         return player
 
     def create_client(self, base: str, dids: list[str], *, operator: bool, name: str) -> Client:
-        _, key = api_keys.issue_key(dids, operator=operator, name=name, now=database_time.now())
+        now = database_time.now()
+        _, key = api_keys.issue_key(dids, operator=operator, name=name, now=now, actor=COMMAND_LINE)
         return Client(base, key, PATIENCE_SECONDS)
 
     def wait_ready(self, up: "subprocess.Popen[bytes]", base: str) -> None:

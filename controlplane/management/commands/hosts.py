@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from leases import sweeps as leases
 from leases.management.base import report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.hosts import registry
 from sandboxes.models import Host
@@ -45,7 +46,7 @@ class Command(BaseCommand):
         return host
 
     def _resume_starts(self, host: Host) -> None:
-        resumed = start_breaker.reset(host, now=database_time.now(), actor="command line")
+        resumed = start_breaker.reset(host, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{host.name}: {'starts resumed' if resumed else 'starts were not paused'}")
 
     def _list(self) -> None:
@@ -72,6 +73,6 @@ class Command(BaseCommand):
             return
         if state == "live":
             raise CommandError(f"{host.name} has a recent heartbeat. Stop its worker first, or end its leases instead.")
-        leases.declare_host_lost(host, now=now, actor="command line")
+        leases.declare_host_lost(host, now=now, actor=COMMAND_LINE)
         remaining = lost_hosts.find_sandboxes(host).count()
         self.stdout.write(f"{host.name}: declared lost, {len(sandboxes) - remaining} sandboxes released, {remaining} remain")

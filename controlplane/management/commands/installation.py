@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from controlplane import dry_run
 from leases.management.base import report_errors
 from sandboxes import installation_marks
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 from sandboxes.state import unrecorded
@@ -70,7 +71,7 @@ class Command(BaseCommand):
                 "store become snapshots of them first, and those of agents' data copies in .conflicts."
             )
         self._keep_stored(discard, now)
-        row = installation.confirm(now=now, actor="command line")
+        row = installation.confirm(now=now, actor=COMMAND_LINE)
         self.stdout.write(f"confirmed: generation {row.generation}")
 
     def _keep_stored(self, discard: bool, now: datetime) -> None:

@@ -8,6 +8,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import IntegrityError, transaction
 
 from leases.management.base import report_errors
+from sandboxes import audit
 from sandboxes.db import database_time, dialect
 from sandboxes.hosts import capacity
 from sandboxes.management.base import require_migrated
@@ -33,7 +34,8 @@ class Command(BaseCommand):
         password = secrets.token_urlsafe(12)
         try:
             with transaction.atomic():
-                users.create_superuser(SUPERUSER_NAME, password=password)
+                user = users.create_superuser(SUPERUSER_NAME, password=password)
+                audit.record(user, "Create superuser", actor=audit.COMMAND_LINE, now=database_time.now())
         except IntegrityError as error:
             dialect.raise_unless_unique(error)
             raise CommandError(

@@ -11,6 +11,7 @@ from django.core.management.base import BaseCommand, CommandError
 from leases.adoption import adopt_sandbox
 from leases.api.inventory import build_inventory_document
 from leases.management.base import parse_lease_id, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.formatting import format_path
 from sandboxes.inventory.entries import Finding, collect_inventory
@@ -18,8 +19,6 @@ from sandboxes.inventory.listings import WITHOUT_RESPONSE, EngineListing, Listin
 from sandboxes.inventory.ownership import find_ownerless
 from sandboxes.inventory.removal import destroy_ownerless
 from sandboxes.providers.registry import PROVIDERS
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -87,7 +86,7 @@ class Command(BaseCommand):
 
     def _destroy(self, options: dict[str, Any]) -> None:
         existed = destroy_ownerless(
-            options["provider"], options["name"], now=database_time.now(), grace=settings.ORPHAN_GRACE, actor=ACTOR,
+            options["provider"], options["name"], now=database_time.now(), grace=settings.ORPHAN_GRACE, actor=COMMAND_LINE,
             reason=options["reason"], dry_run=options["dry_run"],
         )  # fmt: skip
         done = "would be destroyed" if options["dry_run"] else "destroyed"
@@ -101,7 +100,7 @@ class Command(BaseCommand):
             return
         lease_id = parse_lease_id(options["lease"]) if options["lease"] else None
         adopted = adopt_sandbox(
-            provider, name, pool_name=options["pool"], lease_id=lease_id, now=now, actor=ACTOR, reason=options["reason"]
+            provider, name, pool_name=options["pool"], lease_id=lease_id, now=now, actor=COMMAND_LINE, reason=options["reason"]
         )
         files = f", its files are the snapshot {adopted.snapshot.pk}" if adopted.snapshot else ""
         self.stdout.write(f"{adopted.sandbox.pk}: in quarantine{files}")

@@ -9,6 +9,7 @@ from rest_framework.permissions import BasePermission
 from leases.api.base.parsers import read_body
 from leases.api.base.views import ApiView
 from leases.environments import signing
+from sandboxes.audit import Actor, ActorKind
 from sandboxes.db import database_time
 
 
@@ -16,7 +17,7 @@ class GameServer:
     """Sender of a signed request, in place of a Django user. May post events of one environment, and end it."""
 
     is_authenticated = True
-    name = "game server"
+    name = Actor("game server", ActorKind.SYSTEM)
 
     def __init__(self, environment_id: str, message_id: str) -> None:
         self.environment_id = environment_id

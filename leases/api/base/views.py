@@ -35,6 +35,7 @@ from leases.errors import InvalidRequest, LeaseError
 from leases.grants import issuers
 from leases.grants.issuers import Right
 from leases.models import KeyScope, Lease
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 from sandboxes.providers.errors import BadPath
 
@@ -140,7 +141,7 @@ class ApiView(APIView):
         return self.request.user
 
     @property
-    def actor(self) -> str:
+    def actor(self) -> Actor:
         return self.caller.name
 
     @property

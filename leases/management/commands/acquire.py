@@ -11,6 +11,7 @@ from leases import leasing
 from leases.errors import InvalidRequest
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN, ENVIRONMENT_ID_DESCRIPTION, ENVIRONMENT_ID_PATTERN
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -32,7 +33,7 @@ class Command(BaseCommand):
                 raise InvalidRequest("environment", f"--environment: {environment[:80]!r} is not {ENVIRONMENT_ID_DESCRIPTION}.")
             duration = parse_duration("--ttl", ttl) if ttl else None
             request = leasing.LeaseRequest(agent, environment, options["type"], ttl=duration)
-            lease, is_new = leasing.acquire(request, now=database_time.now(), actor="command line")
+            lease, is_new = leasing.acquire(request, now=database_time.now(), actor=COMMAND_LINE)
             until = lease.expires_at.isoformat(timespec="seconds")
             if json:
                 self.stdout.write(encoding.dumps({"id": str(lease.pk), "is_new": is_new, "expires_at": until}))

@@ -8,9 +8,8 @@ from django.core.management.base import BaseCommand, CommandError
 from leases.atproto import accounts, records
 from leases.atproto.models import AtprotoAccount, AtprotoRecord, RecordStatus
 from leases.management.base import parse_did, read_secret, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -43,7 +42,7 @@ class Command(BaseCommand):
             service_did=options["service_did"],
             password=read_secret() if options["password_stdin"] else None,
             now=database_time.now(),
-            actor=ACTOR,
+            actor=COMMAND_LINE,
         )
         self.stdout.write(f"{account.agent_did} {'added' if is_new else 'changed'}: {_describe(account)}")
 
@@ -52,7 +51,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{account.agent_did} {_describe(account)}")
 
     def _remove(self, options: dict[str, Any]) -> None:
-        if not accounts.remove_account(options["agent"], actor=ACTOR):
+        if not accounts.remove_account(options["agent"], now=database_time.now(), actor=COMMAND_LINE):
             raise CommandError("The agent has no AT Protocol account.")
         self.stdout.write(f"{options['agent']} removed")
 

@@ -19,9 +19,9 @@ from billing.pricing import format_decimal
 from leases.agents import describe_unknown_agent
 from leases.budget_subjects import find_key_id, require_subject
 from leases.management.base import parse_duration, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
-ACTOR = "command line"
 SCOPE_OPTIONS = {
     "agent": Scope.AGENT, "key": Scope.KEY, "type": Scope.ENVIRONMENT_TYPE, "account": Scope.ACCOUNT, "project": Scope.PROJECT,
 }  # fmt: skip
@@ -79,7 +79,7 @@ class Command(BaseCommand):
             if action == "remove":
                 budget = _find_budget(options["id"])
                 line = _format_budget(budget)
-                budgets.remove_budget(budget.pk, actor=ACTOR, now=database_time.now())
+                budgets.remove_budget(budget.pk, actor=COMMAND_LINE, now=database_time.now())
                 self.stdout.write(f"removed: {line}")
                 return
             if action == "top-up":
@@ -103,17 +103,17 @@ def _add(**options: Any) -> Budget:
     for field, value in _read_fields(**options).items():
         setattr(budget, field, value)
     with _report_invalid():
-        return budgets.create_budget(budget, actor=ACTOR, now=database_time.now())[0]
+        return budgets.create_budget(budget, actor=COMMAND_LINE, now=database_time.now())[0]
 
 
 def _change(*, id: int, **options: Any) -> Budget:
     with _report_invalid(id):
-        return budgets.change_budget(id, _read_fields(**options), actor=ACTOR, now=database_time.now())
+        return budgets.change_budget(id, _read_fields(**options), actor=COMMAND_LINE, now=database_time.now())
 
 
 def _top_up(*, id: int, amount: str, note: str, **options: Any) -> Budget:
     with _report_invalid(id):
-        return budgets.top_up(id, _parse_amount(amount), note=note, actor=ACTOR, now=database_time.now())[0]
+        return budgets.top_up(id, _parse_amount(amount), note=note, actor=COMMAND_LINE, now=database_time.now())[0]
 
 
 @contextmanager

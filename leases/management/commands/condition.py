@@ -12,6 +12,7 @@ from leases.errors import InvalidRequest
 from leases.management.base import parse_did, parse_environment_id, report_errors
 from leases.models import CONDITION_DESCRIPTION, CONDITION_PATTERN
 from leases.tasks import enqueue_reclaim
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 
@@ -33,7 +34,7 @@ class Command(BaseCommand):
             outcome = lifecycle.NOTHING if options["outcome"] is None else options["outcome"]
             ended = conditions.post_condition(
                 parse_environment_id(environment), condition, now=database_time.now(), agents=agents, outcome=outcome,
-                actor="command line",
+                actor=COMMAND_LINE,
             )  # fmt: skip
             if ended:
                 enqueue_reclaim()

@@ -11,10 +11,9 @@ from leases.environments.models import Environment
 from leases.management.base import parse_did, parse_environment_id, report_errors
 from leases.models import Lease
 from leases.tasks import enqueue_reclaim
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -91,37 +90,38 @@ class Command(BaseCommand):
             agents=[parse_did(did) for did in options["agent"]], open_to_project=options["open_to_project"],
             reopen=options["reopen"],
         )  # fmt: skip
-        row, is_new = lifecycle.create(request, now=database_time.now(), actor=ACTOR)
+        row, is_new = lifecycle.create(request, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{row.pk} {'created' if is_new else 'exists'}")
 
     def _start(self, options: dict[str, Any]) -> None:
-        started = lifecycle.start(options["environment"], now=database_time.now(), actor=ACTOR)
+        started = lifecycle.start(options["environment"], now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{options['environment']} {'started' if started else 'had started'}")
 
     def _phase(self, options: dict[str, Any]) -> None:
-        changed = lifecycle.set_phase(options["environment"], options["phase"], actor=ACTOR)
+        now = database_time.now()
+        changed = lifecycle.set_phase(options["environment"], options["phase"], now=now, actor=COMMAND_LINE)
         self.stdout.write(f"{options['environment']} phase {'set' if changed else 'unchanged'}")
 
     def _add(self, options: dict[str, Any]) -> None:
         agents = [parse_did(did) for did in options["agents"]]
-        added = participants.add(options["environment"], agents, now=database_time.now(), actor=ACTOR)
+        added = participants.add(options["environment"], agents, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{options['environment']}: {pluralize(added, 'participant', 'participants')} added")
 
     def _remove(self, options: dict[str, Any]) -> None:
         agent = parse_did(options["agent"])
-        ended = participants.remove(options["environment"], agent, now=database_time.now(), actor=ACTOR)
+        ended = participants.remove(options["environment"], agent, now=database_time.now(), actor=COMMAND_LINE)
         if ended:
             enqueue_reclaim()
         self.stdout.write(f"{options['environment']}: {agent} removed, {pluralize(len(ended), 'lease', 'leases')} ended")
 
     def _access(self, options: dict[str, Any]) -> None:
         is_open = options["access"] == "project"
-        changed = participants.set_access(options["environment"], is_open, now=database_time.now(), actor=ACTOR)
+        changed = participants.set_access(options["environment"], is_open, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{options['environment']} access {'set' if changed else 'unchanged'}")
 
     def _end(self, options: dict[str, Any]) -> None:
         outcome = lifecycle.NOTHING if options["outcome"] is None else options["outcome"]
-        ended = lifecycle.end(options["environment"], outcome=outcome, now=database_time.now(), actor=ACTOR)
+        ended = lifecycle.end(options["environment"], outcome=outcome, now=database_time.now(), actor=COMMAND_LINE)
         if ended:
             enqueue_reclaim()
         self.stdout.write(f"{options['environment']} ended: {pluralize(len(ended), 'lease', 'leases')}")
@@ -129,7 +129,10 @@ class Command(BaseCommand):
     def _pools(self, options: dict[str, Any]) -> None:
         environment_type = placement.find_type(options["type"])
         if options["pools"] or options["cheapest"] is not None:
-            placement.set_pools(environment_type, options["pools"] or None, cheapest=options["cheapest"])
+            placement.set_pools(
+                environment_type, options["pools"] or None, cheapest=options["cheapest"], now=database_time.now(),
+                actor=COMMAND_LINE,
+            )  # fmt: skip
         names = " ".join(pool.name for pool in placement.list_pools(environment_type))
         self.stdout.write(f"{environment_type}: {names}{' (cheapest first)' if environment_type.cheapest_pool else ''}")
 

@@ -9,6 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from leases import execution, shells
 from leases.management.base import parse_duration, parse_lease_id, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.management.base import require_utf8
 from sandboxes.runs.operations import Command as Run
@@ -35,7 +36,7 @@ class Command(BaseCommand):
                 require_utf8("argv", word)
             context = shells.build_context(pk, shell, cwd=None, env={})
             run = Run(argv=argv, timeout=duration, env=context.env, cwd=context.cwd)
-            _, result = execution.exec_command(pk, run, now=database_time.now(), actor="command line")
+            _, result = execution.exec_command(pk, run, now=database_time.now(), actor=COMMAND_LINE)
             sys.stdout.buffer.write(result.stdout)  # self.stdout would decode the bytes
             sys.stdout.flush()
             sys.stderr.buffer.write(result.stderr)

@@ -15,12 +15,12 @@ from leases.api.files.base import build_command
 from leases.api.files.content import MAX_FILE_BYTES, list_entries, serialize_listing
 from leases.management.base import add_lease_action, parse_lease_id, report_errors
 from sandboxes import formatting
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.management.base import require_utf8
 from sandboxes.providers.arguments import check_directory_path, split_sandbox_path
 from sandboxes.providers.base import DATA, WORKSPACE
 
-ACTOR = "command line"
 STDIO = "-"  # instead of a file name: stdin or stdout
 
 
@@ -55,7 +55,7 @@ class Command(BaseCommand):
         root, under = _split_directory(options["path"])
         entries, _ = execution.read_files(
             pk, root, build_command("list", f"{root}/{under}", root=root),
-            lambda tree: list_entries(tree, under=under, deep=options["deep"]), now=database_time.now(), actor=ACTOR,
+            lambda tree: list_entries(tree, under=under, deep=options["deep"]), now=database_time.now(), actor=COMMAND_LINE,
         )  # fmt: skip
         document = serialize_listing(root.removeprefix("/"), under, entries)
         if options["json"]:
@@ -70,7 +70,7 @@ class Command(BaseCommand):
         root, path = _split_path(options["path"])
         (content, size), _ = execution.read_files(
             pk, root, build_command("read", f"{root}/{path}", root=root),
-            lambda tree: tree.read_range(path, start=0, length=MAX_FILE_BYTES), now=database_time.now(), actor=ACTOR,
+            lambda tree: tree.read_range(path, start=0, length=MAX_FILE_BYTES), now=database_time.now(), actor=COMMAND_LINE,
         )  # fmt: skip
         if size > len(content):
             raise CommandError(f"The file has {size} bytes. At most {MAX_FILE_BYTES} are transferred; use manage.py exec.")
@@ -91,7 +91,8 @@ class Command(BaseCommand):
             raise CommandError(f"A file has at most {MAX_FILE_BYTES} bytes.")
         execution.change_files(
             pk, build_command("write", path, root=_get_root(path)),
-            lambda provider, sandbox: provider.write_file(sandbox.ref, path, content), now=database_time.now(), actor=ACTOR,
+            lambda provider, sandbox: provider.write_file(sandbox.ref, path, content), now=database_time.now(),
+            actor=COMMAND_LINE,
         )  # fmt: skip
         self.stdout.write(f"{formatting.format_path(path)} stored: {len(content)} bytes")
 
@@ -99,7 +100,7 @@ class Command(BaseCommand):
         path = "/".join(_split_path(options["path"]))
         execution.change_files(
             pk, build_command("remove", path, root=_get_root(path)),
-            lambda provider, sandbox: provider.remove_file(sandbox.ref, path), now=database_time.now(), actor=ACTOR,
+            lambda provider, sandbox: provider.remove_file(sandbox.ref, path), now=database_time.now(), actor=COMMAND_LINE,
         )  # fmt: skip
         self.stdout.write(f"{formatting.format_path(path)} removed")
 

@@ -17,7 +17,7 @@ from leases.environments import signing as environment_signing
 from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.queue import sealing
-from sandboxes import process_restarts
+from sandboxes import audit, process_restarts
 from sandboxes.db import database_time
 from sandboxes.db.encryption import ReencryptionResult
 from sandboxes.egress.allow_list import credentials as egress_credentials
@@ -27,7 +27,6 @@ from sandboxes.identity.curves import PrivateKey
 from sandboxes.models import SigningKey
 from sandboxes.webhooks import subscriptions
 
-ACTOR = "command line"
 MAX_PRIVATE_KEY_CHARS = 1000  # limit of the read from stdin; every supported format is shorter
 
 
@@ -73,16 +72,18 @@ class Command(BaseCommand):
         self._create_key(agent, _read_private_key(algorithm))
 
     def _create_key(self, agent: str, private: PrivateKey) -> None:
-        key = signing.create_key(parse_did(agent), now=database_time.now(), actor=ACTOR, private=private)
+        key = signing.create_key(parse_did(agent), now=database_time.now(), actor=audit.COMMAND_LINE, private=private)
         Agent.objects.get_or_create(did=agent)
         self._print_key(key, "signs with")
 
     def _rotate(self, agent: str, algorithm: str, imported: bool) -> None:
         private = _read_private_key(algorithm) if imported else curves.generate_key(algorithm) if algorithm else None
-        self._print_key(signing.rotate_key(agent, now=database_time.now(), actor=ACTOR, private=private), "now signs with")
+        self._print_key(
+            signing.rotate_key(agent, now=database_time.now(), actor=audit.COMMAND_LINE, private=private), "now signs with"
+        )
 
     def _revoke(self, agent: str) -> None:
-        key = signing.revoke_active_key(agent, now=database_time.now(), actor=ACTOR)
+        key = signing.revoke_active_key(agent, now=database_time.now(), actor=audit.COMMAND_LINE)
         self.stdout.write(f"{agent}: {key.did_key} is revoked")
 
     def _show(self, agent: str) -> None:
@@ -91,9 +92,13 @@ class Command(BaseCommand):
         self.stdout.write(json.dumps(signing.build_verification_method(key), indent=2))
 
     def _reencrypt(self) -> None:
+        row, now = audit.get_installation_row(), database_time.now()
+        with audit.record_order(row, "Encrypt secrets again", actor=audit.COMMAND_LINE, now=now) as order:
+            results = [(secret, secret.reencrypt()) for secret in STORED_SECRETS]
+            failed = sum(len(result.undecryptable) for _, result in results)
+            order.result = f"{sum(result.changed for _, result in results)} encrypted again, {failed} not decrypted"
         undecryptable = []
-        for secret in STORED_SECRETS:
-            result = secret.reencrypt()
+        for secret, result in results:
             if secret.always_printed or result.changed or result.current:
                 changed = pluralize(result.changed, secret.singular, secret.plural)
                 self.stdout.write(f"{changed} re-encrypted, {result.current} already current")

@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand
 
 from leases import leasing, turns
 from leases.management.base import parse_did, parse_environment_id, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -21,7 +22,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, environment: str, agent: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
             request = leasing.LeaseRequest(parse_did(agent), parse_environment_id(environment), options["type"])
-            lease, is_new, sandbox = turns.join_environment(request, now=database_time.now(), actor="command line")
+            lease, is_new, sandbox = turns.join_environment(request, now=database_time.now(), actor=COMMAND_LINE)
             outcome = "joined" if is_new else "already a member"
             state = f"sandbox {sandbox.state}" if sandbox else "no sandbox"
             self.stdout.write(f"{lease.pk} {outcome}: {lease.sandbox_id}, {state}")

@@ -10,6 +10,7 @@ from leases.management.base import report_errors
 from leases.packs import installation
 from leases.packs.check import check_pack
 from leases.packs.folder import SHIPPED_DIRECTORY, PackFolder, read_folder
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.models import PackAssignment, PackVersion
 
@@ -67,7 +68,7 @@ class Command(BaseCommand):
             self.stdout.write(f"would store {folder.name} {folder.version}, {len(folder.skill)} files")
             return
         now = database_time.now()
-        version, is_new = installation.add_version(folder, now=now)
+        version, is_new = installation.add_version(folder, now=now, actor=COMMAND_LINE)
         self.stdout.write(f"{'stored' if is_new else 'already stored'}: {version}, {len(version.files)} files")
         name = environment_type or folder.name
         assignment = PackAssignment.objects.filter(environment_type=name).select_related("version").first()
@@ -77,7 +78,8 @@ class Command(BaseCommand):
             self.stdout.write(f"{name} uses {assignment.version}. To change it: manage.py pack upgrade {folder.name}")
 
     def _assign(self, version: PackVersion, environment_type: str, dry_run: bool) -> None:
-        assigned = installation.assign(version, environment_type, now=database_time.now(), dry_run=dry_run)
+        now = database_time.now()
+        assigned = installation.assign(version, environment_type, now=now, dry_run=dry_run, actor=COMMAND_LINE)
         changes = [f"{name}={value}" for name, value in assigned.changed.items()]
         kept = [f"kept {name}" for name in assigned.kept]
         was = assigned.was or "no pack"

@@ -24,11 +24,10 @@ from leases.api.processes import MAX_LOG_BYTES, SIGNALS
 from leases.management.base import add_lease_action, parse_env, parse_lease_id, report_errors
 from leases.models import Lease
 from sandboxes import formatting, processes
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.management.base import require_utf8
 from sandboxes.models import Process, RestartPolicy
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -93,7 +92,7 @@ class Command(BaseCommand):
         text, port, wait = data.get("wait_for"), data.get("wait_for_port"), timedelta(seconds=data["wait_seconds"])
         spec = build_process_spec(pk, data, process_id=uuid4())
         with execution.use_lease(pk, now=database_time.now(), spends=True) as request:
-            process = processes.start_process(request, spec, now=database_time.now(), actor=ACTOR)
+            process = processes.start_process(request, spec, now=database_time.now(), actor=COMMAND_LINE)
         found = processes.wait_for_log(process, text, within=wait, now=database_time.now()) if text else None
         if port:
             found = processes.wait_for_port(process, port, within=wait, now=database_time.now())

@@ -12,10 +12,10 @@ from leases.management.base import parse_did, report_errors
 from leases.models import Agent
 from leases.projects import registry
 from leases.projects.models import Project
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.formatting import pluralize
 
-ACTOR = "command line"
 MAX_NAME_LENGTH = 63
 
 
@@ -48,10 +48,10 @@ class Command(BaseCommand):
             raise CommandError("A name has letters, digits and - _ only.") from None
         if len(name) > MAX_NAME_LENGTH:
             raise CommandError(f"A name has at most {MAX_NAME_LENGTH} characters.")
-        _, is_new = registry.create(name, now=database_time.now(), actor=ACTOR)
+        _, is_new = registry.create(name, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{name} {'created' if is_new else 'exists'}")
 
     def _move(self, options: dict[str, Any]) -> None:
         agents = [parse_did(did) for did in options["agents"]]
-        moved = registry.move_agents(options["name"], agents, now=database_time.now(), actor=ACTOR)
+        moved = registry.move_agents(options["name"], agents, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{pluralize(moved, 'agent', 'agents')} moved to {options['name']}")

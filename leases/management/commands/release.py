@@ -8,6 +8,7 @@ from django.core.management.base import BaseCommand
 from leases import leasing
 from leases.management.base import parse_lease_id, report_errors
 from leases.models import Lease
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -26,9 +27,9 @@ class Command(BaseCommand):
         with report_errors(verbosity):
             if discard:
                 pk = Lease.objects.get(pk=parse_lease_id(lease)).pk
-                discarded = leasing.discard(pk, now=database_time.now(), actor="command line", detail="release --discard")
+                discarded = leasing.discard(pk, now=database_time.now(), actor=COMMAND_LINE, detail="release --discard")
                 self.stdout.write(f"{pk} {'discarded: its last state is not stored' if discarded else 'nothing to discard'}")
                 return
-            ended = leasing.release(parse_lease_id(lease), now=database_time.now(), actor="command line")
+            ended = leasing.release(parse_lease_id(lease), now=database_time.now(), actor=COMMAND_LINE)
             at = ended.ended_at.isoformat(timespec="seconds") if ended.ended_at else ""
             self.stdout.write(f"{ended.pk} ended: {ended.end_reason} at {at}")

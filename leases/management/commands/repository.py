@@ -3,15 +3,13 @@
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
-from django.db.models import ProtectedError
+from django.core.management.base import BaseCommand
 
 from leases.coding import repositories
 from leases.coding.models import ForgeKind, Repository
 from leases.management.base import read_secret, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -52,7 +50,7 @@ class Command(BaseCommand):
             "max_mib", "max_change_mib", "protected_paths", "allowed_paths",
         )  # fmt: skip
         fields = {name: options[name] for name in names}
-        row, is_new = repositories.save(options["name"], token=token, now=database_time.now(), actor=ACTOR, **fields)
+        row, is_new = repositories.save(options["name"], token=token, now=database_time.now(), actor=COMMAND_LINE, **fields)
         self.stdout.write(f"{row.name} {'added' if is_new else 'changed'}: {row.clone_url} ({row.forge})")
 
     def _list(self, options: dict[str, Any]) -> None:
@@ -68,12 +66,9 @@ class Command(BaseCommand):
 
     def _set_enabled(self, name: str, enabled: bool) -> None:
         now = database_time.now()
-        repositories.save(repositories.find(name).name, enabled=enabled, now=now, actor=ACTOR)
+        repositories.set_enabled(repositories.find(name).name, enabled, now=now, actor=COMMAND_LINE)
         self.stdout.write(f"{name} {'enabled' if enabled else 'disabled'}")
 
     def _remove(self, options: dict[str, Any]) -> None:
-        try:
-            repositories.find(options["name"]).delete()
-        except ProtectedError:
-            raise CommandError("The repository has tasks. Disable it instead.") from None
+        repositories.remove(options["name"], now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{options['name']} removed")

@@ -7,6 +7,7 @@ from django.core.management.base import BaseCommand
 
 from leases import execution
 from leases.management.base import parse_lease_id, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 
@@ -18,7 +19,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, lease: str, verbosity: int, **options: Any) -> None:
         with report_errors(verbosity):
-            sandbox = execution.restart_sandbox(parse_lease_id(lease), now=database_time.now(), actor="command line")
+            sandbox = execution.restart_sandbox(parse_lease_id(lease), now=database_time.now(), actor=COMMAND_LINE)
             self.stdout.write(f"{sandbox.pk} {sandbox.state}" if sandbox else "the lease has no sandbox")
             if sandbox and execution.has_outdated_agent(sandbox):
                 self.stderr.write("The sandbox still runs the agent of another version. Run `manage.py build_image` first.")

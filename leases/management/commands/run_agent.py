@@ -19,9 +19,8 @@ from leases.agent_runs.lifecycle import AgentRequest
 from leases.agent_runs.models import AgentRunState
 from leases.agent_runs.policy import AgentPolicy
 from leases.management.base import parse_duration, parse_lease_id, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -61,8 +60,8 @@ class Command(BaseCommand):
             timeout = parse_duration("--timeout", options["timeout"]) if options["timeout"] else settings.EXEC_TIMEOUT_MOST
             context = shells.build_context(pk, options["shell"], cwd=None, env={})
             request = AgentRequest(cli, agent_options, context.env, context.cwd, timeout)
-            row = lifecycle.create(pk, request, run_id=uuid4(), now=now, actor=ACTOR)
-            lifecycle.execute(row, request, on_message=self._print, now=database_time.now(), actor=ACTOR)
+            row = lifecycle.create(pk, request, run_id=uuid4(), now=now, actor=COMMAND_LINE)
+            lifecycle.execute(row, request, on_message=self._print, now=database_time.now(), actor=COMMAND_LINE)
             row.refresh_from_db()
             self.stderr.write(f"{row.state}: {row.violation or row.result or row.note}")
             sys.exit(row.state != AgentRunState.COMPLETED)

@@ -21,6 +21,7 @@ from leases.errors import InvalidRequest
 from leases.management.base import parse_duration, report_errors
 from leases.models import DID_DESCRIPTION, DID_PATTERN
 from leases.one_shot import OneShotOutcome, OneShotRequest, OneShotResult, run_once
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.management.base import require_utf8
 from sandboxes.providers.errors import ProviderError
@@ -80,7 +81,7 @@ Each of these is also reported on stderr, since a command can exit with the same
         try:
             with report_errors(verbosity), _exit_on_sigterm(), ExitStack() as stack:
                 request = _build_one_shot_request(stack, **options)
-                result = run_once(request, now=database_time.now(), actor="command line")
+                result = run_once(request, now=database_time.now(), actor=COMMAND_LINE)
                 self._print(result, request)
                 code = self._compute_exit_code(result, options["workspace"], request)
         except CommandError as failed:  # after a database error the run may have started

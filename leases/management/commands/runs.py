@@ -12,6 +12,7 @@ from leases.agent_runs.models import AgentRun
 from leases.management.base import report_errors
 from leases.queue import queue, running, statistics
 from leases.queue.models import QueuedRun, QueuedRunState
+from sandboxes import audit
 from sandboxes.db import database_time
 
 
@@ -66,7 +67,12 @@ class Command(BaseCommand):
         if options["run"]:
             pks = [_parse_id(text) for text in options["run"]]
             rows, direct = rows.filter(pk__in=pks), direct.filter(pk__in=pks)
-        self.stdout.write(f"{queue.interrupt(rows, now=now) + running.interrupt_direct(direct, now=now)} interrupted")
+        stated = [f"{name} {options[name]}" for name in ("agent", "lease", "state") if options[name]]
+        detail = ", ".join([*stated, *(f"run {text}" for text in options["run"])]) or "all"
+        row = audit.get_installation_row()
+        with audit.record_order(row, "Interrupt runs", detail, actor=audit.COMMAND_LINE, now=now) as order:
+            order.result = f"{queue.interrupt(rows, now=now) + running.interrupt_direct(direct, now=now)} interrupted"
+        self.stdout.write(order.result)
 
 
 def _select(options: dict[str, Any]) -> QuerySet[QueuedRun]:

@@ -14,9 +14,8 @@ from leases.api.snapshots import NewSnapshotSerializer, apply_fork_defaults, ser
 from leases.leasing import LeaseRequest
 from leases.management.base import add_lease_action, parse_did, parse_environment_id, parse_lease_id, report_errors
 from leases.models import Lease
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -41,13 +40,13 @@ class Command(BaseCommand):
 
     def _take(self, pk: UUID, options: dict[str, Any]) -> None:
         name = validate_options(NewSnapshotSerializer, {"name": options["name"]})["name"]
-        taken = snapshots.take_snapshot(pk, name=name, now=database_time.now(), actor=ACTOR)
+        taken = snapshots.take_snapshot(pk, name=name, now=database_time.now(), actor=COMMAND_LINE)
         line = f"{taken.pk} taken: {taken.size_bytes} bytes"
         self.stdout.write(json.dumps(serialize_snapshot(taken)) if options["json"] else line)
 
     def _restore(self, pk: UUID, options: dict[str, Any]) -> None:
         source = _parse_snapshot_id(options["snapshot"])
-        restored = snapshots.restore_snapshot(pk, source, now=database_time.now(), actor=ACTOR)
+        restored = snapshots.restore_snapshot(pk, source, now=database_time.now(), actor=COMMAND_LINE)
         line = f"{source} restored as {restored.pk}"
         self.stdout.write(json.dumps(serialize_snapshot(restored)) if options["json"] else line)
 
@@ -62,7 +61,7 @@ class Command(BaseCommand):
             environment_id=parse_environment_id(options["environment"]), **apply_fork_defaults(stated, lease)
         )
         snapshot = _parse_snapshot_id(options["snapshot"]) if options["snapshot"] is not None else None
-        granted, is_new = fork.fork(lease, request, snapshot=snapshot, now=now, actor=ACTOR)
+        granted, is_new = fork.fork(lease, request, snapshot=snapshot, now=now, actor=COMMAND_LINE)
         line = f"{granted.pk} {'forked' if is_new else 'already held'}: {granted.sandbox_id}"
         self.stdout.write(json.dumps(render_lease(granted, now=now, is_new=is_new)) if options["json"] else line)
 

@@ -14,6 +14,7 @@ from django.db.models import QuerySet
 
 from leases.management.base import parse_did, report_errors
 from sandboxes import formatting
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.models import Sandbox
 from sandboxes.models.state import AgentData, DataStorageMode, Snapshot
@@ -102,13 +103,15 @@ class Command(BaseCommand):
         now, mode = database_time.now(), 0o644 if file == STDIO else Path(file).stat().st_mode
         with ExitStack() as stack:
             source = sys.stdin.buffer if file == STDIO else stack.enter_context(open(file, "rb"))
-            stored = data_editing.put_file(parse_did(agent), path.strip("/"), source, mode=mode, now=now)
+            stored = data_editing.put_file(parse_did(agent), path.strip("/"), source, mode=mode, now=now, actor=COMMAND_LINE)
         self._print_revision(
             agent, f"{formatting.format_path(path)} stored" if stored else f"{formatting.format_path(path)} unchanged"
         )
 
     def _rm(self, agent: str, path: str, recursive: bool) -> None:
-        removed = data_editing.remove_path(agent, path.strip("/"), recursive=recursive, now=database_time.now())
+        removed = data_editing.remove_path(
+            agent, path.strip("/"), recursive=recursive, now=database_time.now(), actor=COMMAND_LINE
+        )
         self._print_revision(agent, f"{removed} removed")
 
     def _export(self, agent: str, target: str) -> None:
@@ -128,16 +131,16 @@ class Command(BaseCommand):
     def _import(self, agent: str, source: str) -> None:
         now = database_time.now()
         if source != STDIO and Path(source).is_dir():
-            stored = data_editing.load_directory(parse_did(agent), Path(source), now=now)
+            stored = data_editing.load_directory(parse_did(agent), Path(source), now=now, actor=COMMAND_LINE)
         else:
             with open_spool() as spool:  # stdin cannot seek, and reading a tar may have to
                 if source == STDIO:
                     copyfileobj(sys.stdin.buffer, spool, CHUNK_BYTES)
                     spool.seek(0)
-                    stored = data_editing.load_tar(parse_did(agent), spool, now=now)
+                    stored = data_editing.load_tar(parse_did(agent), spool, now=now, actor=COMMAND_LINE)
                 else:
                     with open(source, "rb") as tar:
-                        stored = data_editing.load_tar(parse_did(agent), tar, now=now)
+                        stored = data_editing.load_tar(parse_did(agent), tar, now=now, actor=COMMAND_LINE)
         self._print_revision(agent, f"{formatting.pluralize(stored, 'path', 'paths')} new or changed")
 
     def _keep(self, agent: str, keeping: str) -> None:
@@ -148,7 +151,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{agent} already uses mode {keeping}")
             return
         convert = convert_to_mount if keeping == DataStorageMode.MOUNT else convert_to_sync
-        count = convert(data, now=database_time.now())
+        count = convert(data, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{agent} now uses mode {keeping}: {formatting.pluralize(count, 'path', 'paths')}")
 
     def _snapshots(self, holder: str) -> None:

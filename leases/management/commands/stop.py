@@ -10,9 +10,8 @@ from leases.management.base import parse_did, parse_environment_id, report_error
 from leases.models import LeaseStatus
 from leases.stops import Scope
 from leases.tasks import enqueue_reclaim
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -39,7 +38,7 @@ class Command(BaseCommand):
             if options["dry_run"]:
                 self._print(scope, end_leases=options["end_leases"])
                 return
-            result = stops.stop(scope, end_leases=options["end_leases"], now=database_time.now(), actor=ACTOR)
+            result = stops.stop(scope, end_leases=options["end_leases"], now=database_time.now(), actor=COMMAND_LINE)
             if result.leases:
                 enqueue_reclaim()
             result.require_complete()

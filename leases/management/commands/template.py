@@ -61,7 +61,7 @@ class Command(BaseCommand):
         dockerfile = _read_dockerfile(options["dockerfile"]) if options["dockerfile"] else ""
         specification = builds.build_specification(host, base=options["base"], commands=options["run"], dockerfile=dockerfile)
         template, _ = builds.request(
-            options["name"], specification, host=host, now=now, actor="command", rebuild=options["rebuild"]
+            options["name"], specification, host=host, now=now, actor=audit.COMMAND_LINE, rebuild=options["rebuild"]
         )
         if template.state == TemplateState.READY:
             self.stdout.write(f"up to date: {_describe(template)}")

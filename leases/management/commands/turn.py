@@ -9,6 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from leases import turns
 from leases.management.base import parse_lease_id, report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 
 MAX_STATE_BYTES = 1 << 20
@@ -27,7 +28,7 @@ class Command(BaseCommand):
             raise CommandError("NUMBER: must be from 0 to 2^62 - 1.")
         content = _parse_state(sys.stdin.read(MAX_STATE_BYTES + 1) if state == "-" else state)
         with report_errors(verbosity):
-            turn = turns.take_turn(parse_lease_id(lease), number, content, now=database_time.now(), actor="command line")
+            turn = turns.take_turn(parse_lease_id(lease), number, content, now=database_time.now(), actor=COMMAND_LINE)
             self.stdout.write(json.dumps(turn.action))
         if turn.skipped:
             sys.exit(1)

@@ -8,12 +8,11 @@ from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError
 
 from leases.management.base import report_errors
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.db import database_time
 from sandboxes.models import Webhook
 from sandboxes.models.webhooks import NOT_REMOVED, SUBSCRIBABLE_EVENT_TYPES
 from sandboxes.webhooks import delivery, subscriptions
-
-ACTOR = "command line"
 
 
 class Command(BaseCommand):
@@ -56,7 +55,7 @@ class Command(BaseCommand):
     def _add(self, url: str, kinds: list[str], internal: bool, description: str) -> None:
         try:
             row, secret = subscriptions.add_webhook(
-                url, kinds, internal=internal, description=description, now=database_time.now(), actor=ACTOR
+                url, kinds, internal=internal, description=description, now=database_time.now(), actor=COMMAND_LINE
             )
         except ValidationError as error:
             raise CommandError(" ".join(error.messages)) from None
@@ -64,29 +63,29 @@ class Command(BaseCommand):
 
     def _test(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        attempt = delivery.send_test_event(row, now=database_time.now(), actor=ACTOR)
+        attempt = delivery.send_test_event(row, now=database_time.now(), actor=COMMAND_LINE)
         attempt.refresh_from_db()
         self.stdout.write(f"{row.url} answered {attempt.last_status}")
 
     def _pause(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        paused = subscriptions.pause_webhook(row, now=database_time.now(), actor=ACTOR)
+        paused = subscriptions.pause_webhook(row, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{row.url} {'paused' if paused else 'was already paused'}")
 
     def _resume(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        resumed = subscriptions.resume_webhook(row, now=database_time.now(), actor=ACTOR)
+        resumed = subscriptions.resume_webhook(row, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{row.url} {'resumed' if resumed else 'was neither paused nor disabled'}")
 
     def _rotate(self, webhook: str) -> None:
-        secret = subscriptions.rotate_secret(_find_webhook(webhook), now=database_time.now(), actor=ACTOR)
+        secret = subscriptions.rotate_secret(_find_webhook(webhook), now=database_time.now(), actor=COMMAND_LINE)
         if secret is None:
             raise CommandError("The webhook was rotated or removed concurrently.")
         self.stdout.write(secret)
 
     def _remove(self, webhook: str) -> None:
         row = _find_webhook(webhook)
-        subscriptions.remove_webhook(row, now=database_time.now(), actor=ACTOR)
+        subscriptions.remove_webhook(row, now=database_time.now(), actor=COMMAND_LINE)
         self.stdout.write(f"{row.url} removed")
 
 

@@ -22,6 +22,7 @@ from unfold.enums import ActionVariant
 from unfold.forms import BaseDialogForm
 from unfold.widgets import UnfoldAdminTextInputWidget
 
+from sandboxes.admin.base.audit import get_actor
 from sandboxes.db import database_time
 from sandboxes.errors import SandboxError
 from sandboxes.formatting import pluralize
@@ -88,7 +89,6 @@ class AdminAction:
     enqueue: Callable[[], object] = bool  # called once after rows were changed
     explain_refusal: Callable[[Any], str] | None = None  # row as it is now -> reason, in place of `refusal_reason`
     form: type[ReasonForm] = ReasonForm
-    is_logged: bool = True  # False: the verb records the operator and the reason
     get_next_url: Callable[[Any, ReasonForm], str] | None = None  # page to open afterwards; by default the row's
 
     @property
@@ -206,7 +206,7 @@ class ActionModelAdmin(ModelAdmin):
         arguments = form.arguments
         reason = arguments.pop("reason")
         try:
-            row, is_new = declared.verb(request.user.get_username(), database_time.now(), **arguments)
+            row, is_new = declared.verb(get_actor(request), database_time.now(), **arguments)
         except SandboxError as refusal:
             return _show_refusal(request, declared, form, refusal)
         if is_new:
@@ -219,7 +219,7 @@ class ActionModelAdmin(ModelAdmin):
     def run_list_action(self, request: HttpRequest, declared: ListAction, form: ReasonForm) -> HttpResponse:
         """Run an action after the dialog was submitted, log it, and return to the changelist."""
         try:
-            changed = declared.verb(request.user.get_username(), database_time.now(), **form.arguments)
+            changed = declared.verb(get_actor(request), database_time.now(), **form.arguments)
         except SandboxError as refusal:
             if refusal.has_changed:
                 self._log_list_action(request, declared, form)
@@ -299,7 +299,7 @@ class ActionModelAdmin(ModelAdmin):
     def _run_verb(self, request: HttpRequest, declared: AdminAction, row: Any, reason: str, **fields: Any) -> bool:
         """Call the verb for one row, and log the change at once: a failure of a later row must not lose the entry."""
         try:
-            if not declared.verb(row, request.user.get_username(), reason, database_time.now(), **fields):
+            if not declared.verb(row, get_actor(request), reason, database_time.now(), **fields):
                 return False
         except SandboxError as refusal:
             if refusal.has_changed:
@@ -320,8 +320,7 @@ class ActionModelAdmin(ModelAdmin):
 
 
 def _log_row_action(request: HttpRequest, declared: AdminAction, row: Model, reason: str) -> None:
-    if declared.is_logged:
-        LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, f"{declared.title}: {reason}")  # type: ignore[arg-type]
+    LogEntry.objects.log_actions(request.user.pk, [row], CHANGE, f"{declared.title}: {reason}")  # type: ignore[arg-type]
 
 
 def _join_capped(names: list[str]) -> str:

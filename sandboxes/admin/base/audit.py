@@ -1,4 +1,4 @@
-"""Recorded actions of operators, as a row's page lists them."""
+"""Users of the console as actors, and recorded actions of operators, as a row's page lists them."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,7 +8,9 @@ from typing import Any
 from django.contrib.admin.models import LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.db.models import Model
+from django.http import HttpRequest
 
+from sandboxes.audit import Actor, ActorKind
 from sandboxes.models import OperatorAction
 
 
@@ -20,6 +22,11 @@ class AuditEntry:
     action: Any
     reason: str
     actor: str
+
+
+def get_actor(request: HttpRequest) -> Actor:
+    """Return the user of the console. Their changes are log entries of Django's admin, not operator actions."""
+    return Actor(request.user.get_username(), ActorKind.CONSOLE)
 
 
 def list_audit_entries(row: Model, limit: int) -> list[AuditEntry]:
@@ -37,4 +44,4 @@ def _list_console_actions(row: Model, limit: int) -> list[AuditEntry]:
 
 def _list_other_actions(row: Model, limit: int) -> list[AuditEntry]:
     found = OperatorAction.objects.filter(kind=row._meta.label_lower, object_id=str(row.pk)).order_by("-at")[:limit]
-    return [AuditEntry(each.at, each.action, each.detail or each.object_text, each.actor) for each in found]
+    return [AuditEntry(each.at, each.action, each.summary or each.object_text, each.actor) for each in found]

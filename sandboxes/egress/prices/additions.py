@@ -11,12 +11,12 @@ from sandboxes.models import TokenRate
 from sandboxes.models.token_rates import find_present, save_rates
 
 
-def add_rates(rates: Sequence[TokenRate], *, actor: str, now: datetime) -> None:
+def add_rates(rates: Sequence[TokenRate], *, actor: audit.Actor, now: datetime) -> None:
     """Save new rates, all or none, and record each. Raise the errors of `save_rates`."""
     with transaction.atomic():
         present = find_present(rates)
         save_rates(rates)
-        audit.record_changes(((rate, _describe(rate, present)) for rate in rates), "Add model rate", actor=actor, now=now)
+        audit.record_each(((rate, _describe(rate, present)) for rate in rates), "Add model rate", actor=actor, now=now)
 
 
 def _describe(rate: TokenRate, present: Mapping[Any, TokenRate]) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 
+from sandboxes.audit import Actor
 from sandboxes.db.message_fields import fit_column
 from sandboxes.egress.prices.additions import add_rates
 from sandboxes.egress.prices.files import PriceFile, StatedPrice
@@ -33,7 +34,7 @@ def compare(file: PriceFile, *, at: datetime) -> list[PriceChange]:
 
 
 def apply_changes(
-    changes: list[PriceChange], file: PriceFile, *, valid_from: datetime, note: str, actor: str, now: datetime
+    changes: list[PriceChange], file: PriceFile, *, valid_from: datetime, note: str, actor: Actor, now: datetime
 ) -> int:
     """Add a rate for each new or changed price, all or none. Return their number. Raise ValidationError if one is invalid."""
     source = f"{file.source}, as of {file.as_of}" if file.as_of else file.source

@@ -23,6 +23,7 @@ from sandboxes.templates import builds
 from sandboxes.templates.specifications import TemplateSpecification
 from sandboxes.webhooks import delivery, outbox, subscriptions
 from tests.conftest import MINUTE, NOW
+from tests.support.actors import console_user
 from tests.support.claimed_work import Context, Work
 
 HOUR = timedelta(hours=1)
@@ -70,7 +71,7 @@ def begin_test_delivery(context: Context) -> Work:
 
 def request_template(*, now: datetime) -> tuple[ImageTemplate, bool]:
     host = registry.get_local_host("memory", now=NOW)
-    return builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=now, actor="test")
+    return builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=now, actor=console_user("test"))
 
 
 def begin_template(context: Context) -> Work:

@@ -20,6 +20,7 @@ from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.actors import console_user
 from tests.support.billing import ADA, BOB, HOUR, create_budget, create_rate, run_billing_sweeps, run_command
 from tests.support.model_calls import MODEL, THOUSAND, close_call, open_call
 from tests.support.model_rates import create_rates
@@ -197,8 +198,8 @@ def test_top_up_admits_calls_until_the_period_ends(lease: Lease) -> None:
     budget = create_budget(1000, "tokens")
     close_call(open_call(lease)), get_refusal(lease)
     with pytest.raises(ValidationError, match="whole number"):
-        budgets.top_up(budget.pk, Decimal("0.5"), actor="eve", now=NOW)
-    budgets.top_up(budget.pk, Decimal(1000), actor="eve", now=NOW)
+        budgets.top_up(budget.pk, Decimal("0.5"), actor=console_user(), now=NOW)
+    budgets.top_up(budget.pk, Decimal(1000), actor=console_user(), now=NOW)
     assert open_call(lease) and get_refusal(lease, TokenEstimate(1, 0))
 
 

@@ -15,6 +15,7 @@ from billing.models import Budget, BudgetTopUp
 from leases.models import Lease
 from sandboxes.egress.refusals import CallRefused
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.actors import console_user
 from tests.support.billing import ADA, HOUR, create_budget, create_time_usage, expect_refusal, run_command
 from tests.support.model_calls import MODEL, close_call, open_call
 from tests.support.model_rates import create_rates
@@ -28,7 +29,7 @@ DAY = timedelta(days=1)
 
 
 def top_up(budget: Budget, amount: str, **fields: Any) -> BudgetTopUp:
-    return budgets.top_up(budget.pk, Decimal(amount), **{"actor": "eve", "now": NOW} | fields)[1]
+    return budgets.top_up(budget.pk, Decimal(amount), **{"actor": console_user(), "now": NOW} | fields)[1]
 
 
 def test_top_up_during_exhaustion_admits_the_next_call(grant: Callable[..., Lease], memory: Any, settings: Any) -> None:
@@ -105,4 +106,4 @@ def test_invalid_top_up_is_refused_and_changes_nothing(amount: str) -> None:
 
 def test_top_up_of_an_unknown_budget_is_refused() -> None:
     with pytest.raises(BudgetNotFound):
-        budgets.top_up(77, Decimal(1), actor="eve", now=NOW)
+        budgets.top_up(77, Decimal(1), actor=console_user(), now=NOW)

@@ -21,6 +21,7 @@ from sandboxes.egress.refusals import CallRefused
 from sandboxes.egress.token_usage import TokenUsage
 from sandboxes.models import LlmCall, Sandbox
 from tests.conftest import MINUTE, NOW, run_in_threads
+from tests.support.actors import console_user
 from tests.support.billing import ADA, BOB, HOUR, create_budget, join_account, run_billing_sweeps, run_command
 from tests.support.model_calls import MODEL, THOUSAND, close_call, open_call
 from tests.support.model_rates import create_rates
@@ -224,7 +225,7 @@ def test_removed_budget_admits_calls_at_once(lease: Lease) -> None:
     budgets.update_spending(budget.pk, now=NOW)
     budgets.update_call_blocks(now=NOW)
     assert get_refusal(lease, now=NOW + MINUTE).code == "budget_exhausted"
-    removed = [budgets.remove_budget(budget.pk, actor="eve", now=NOW + MINUTE) for _ in range(2)]
+    removed = [budgets.remove_budget(budget.pk, actor=console_user(), now=NOW + MINUTE) for _ in range(2)]
     assert removed == [True, False]
     assert open_call(lease, now=NOW + MINUTE)
 

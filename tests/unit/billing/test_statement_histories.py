@@ -26,6 +26,7 @@ from billing.models import (
     UsageRecord,
 )
 from billing.statements import MonthNotClosable
+from tests.support.actors import console_user
 from tests.support.billing import (
     HOUR,
     advance_and_price,
@@ -142,7 +143,7 @@ class Ledger(RuleBasedStateMachine):
         advance_and_price(DECEMBER)
         before = [list_statement_lines(each) for each in Statement.objects.order_by("pk")]
         try:
-            _, created = statements.close_month(account, month, now=DECEMBER, actor="eve")
+            _, created = statements.close_month(account, month, now=DECEMBER, actor=console_user())
         except MonthNotClosable:
             created = False
         after = [list_statement_lines(each) for each in Statement.objects.order_by("pk")]

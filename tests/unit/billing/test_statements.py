@@ -21,6 +21,7 @@ from sandboxes.models import DataSize, LlmCall
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import measurements
 from tests.conftest import run_in_threads
+from tests.support.actors import console_user
 from tests.support.billing import (
     ADA,
     BOB,
@@ -200,8 +201,10 @@ def test_open_month_is_previewed_without_the_open_months_before() -> None:
 
 @pytest.mark.usefixtures("november")
 def test_closing_is_idempotent() -> None:
-    first, created = statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor="eve")
-    again, created_again = statements.close_month(get_house_account(), parse_day("2026-11-17"), now=JANUARY, actor="bob")
+    first, created = statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor=console_user())
+    again, created_again = statements.close_month(
+        get_house_account(), parse_day("2026-11-17"), now=JANUARY, actor=console_user("bob")
+    )
     assert (first, created, created_again) == (again, True, False)
     assert Statement.objects.get().closed_by == "eve"
 
@@ -313,7 +316,11 @@ def test_concurrent_closings_use_a_credit_once() -> None:
     price()
     grant_credit("12")
     with run_in_threads(4) as run:
-        results = run(lambda number: statements.close_month(get_house_account(), NOVEMBER, now=DECEMBER, actor=f"eve {number}"))
+        results = run(
+            lambda number: statements.close_month(
+                get_house_account(), NOVEMBER, now=DECEMBER, actor=console_user(f"eve {number}")
+            )
+        )
     assert sorted(created for _, created in results) == [False, False, False, True]
     assert len({statement.pk for statement, _ in results}) == 1
     assert Statement.objects.get().total == 18

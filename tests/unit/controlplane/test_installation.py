@@ -28,6 +28,7 @@ from sandboxes.storage.observed import DeleteRefused
 from sandboxes.sweeps import installation
 from sandboxes.webhooks import delivery, subscriptions
 from tests.conftest import MINUTE, NOW, SimulatedCrash, die
+from tests.support.actors import console_user
 from tests.support.leases import run, write
 from tests.support.storage.stores import keep_none
 
@@ -233,7 +234,7 @@ def test_runner_executes_nothing_until_the_installation_is_confirmed(
     assert [runner.run_pending(), runner.run_pending()] == [0, 0]
     assert (QueuedRun.objects.get().state, QueuedRun.objects.get().attempt) == ("queued", 0)
     assert any("no queued run" in warning for warning in health.check_health(now=NOW)["warnings"])
-    installation.confirm(now=NOW, actor="test")
+    installation.confirm(now=NOW, actor=console_user("test"))
     assert runner.run_pending() == 1
     row.refresh_from_db()
     assert row.state == "completed"
@@ -272,5 +273,5 @@ def test_tasks_of_a_restored_queue_do_nothing(pool, memory, grant, receiver, res
     ]  # fmt: skip
     assert all(act().startswith("Refused: ") for act in acts)
     assert (len(memory.list(str(pool.owner))), receiver.received) == (1, [])
-    installation.confirm(now=NOW, actor="test")
+    installation.confirm(now=NOW, actor=console_user("test"))
     assert tasks.reclaim() == "1 destroyed, 1 leases closed"

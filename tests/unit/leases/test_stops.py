@@ -18,13 +18,15 @@ from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from leases.stops import Scope
 from sandboxes import processes
-from sandboxes.models import Process, Run, RunOutcome
+from sandboxes.audit import COMMAND_LINE
+from sandboxes.models import OperatorAction, Process, Run, RunOutcome
 from sandboxes.processes import ProcessSpec
 from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.runs import operations
 from sandboxes.runs.operations import Command
 from tests.conftest import MINUTE, NOW
+from tests.support.actors import console_user
 from tests.support.leases import get_sandbox, run
 
 pytestmark = pytest.mark.django_db
@@ -132,7 +134,7 @@ def test_started_run_whose_command_has_not_begun_never_begins(lease: Lease, memo
 
 def test_leases_end_on_request(work: Work, grant: Callable[..., Lease]) -> None:
     other = grant(BOB, "game-2")
-    result = stops.stop(Scope(agent_did=ADA), end_leases=True, now=NOW, actor="root", detail="runaway")
+    result = stops.stop(Scope(agent_did=ADA), end_leases=True, now=NOW, actor=console_user("root"), detail="runaway")
     assert [lease.pk for lease in result.leases] == [work.lease.pk]
     ended = reload(work.lease)
     assert (ended.status, ended.end_reason, ended.end_detail) == ("expired", "operator", "runaway")
@@ -182,3 +184,20 @@ def test_new_work_is_not_affected(work: Work) -> None:
     stops.stop(Scope(agent_did=ADA), now=NOW)
     assert enqueue(work.lease).state == "queued"
     assert leasing.require_active(work.lease.pk, now=NOW)
+
+
+def test_a_stop_is_an_order_with_its_result(work: Work, memory: MemoryProvider) -> None:
+    memory.fail("kill", Unavailable("engine gone"), times=1)
+    stops.stop(ALL, now=NOW, actor=COMMAND_LINE)
+    recorded = OperatorAction.objects.get()
+    assert recorded.summary.startswith("keeps leases; result: 0 leases ended, 2 queued runs interrupted, ")
+    assert recorded.summary.endswith(", 1 not stopped")
+
+
+@pytest.mark.parametrize("step", ["leases ended", "queued runs interrupted", "agent runs interrupted", "commands killed"])
+def test_a_stop_that_dies_is_an_order_without_a_known_result(
+    step: str, work: Work, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    with crash_at(f"stop: {step}"):
+        stops.stop(ALL, end_leases=True, now=NOW, actor=COMMAND_LINE)
+    assert OperatorAction.objects.get().summary == "ends leases; result: not known"

@@ -28,6 +28,7 @@ from sandboxes.sweep_log import RUN_TTL, RunningPass, SweepResult, SweepsInProgr
 from sandboxes.sweeps import end_watch, heartbeat, lost_hosts
 from sandboxes.sweeps import passes as sweeps
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.actors import console_user
 from tests.support.leases import evict, get_sandbox, read, run, update_pool, write
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
@@ -144,7 +145,7 @@ def test_a_silent_host_keeps_its_leases_until_it_is_declared_lost(
         heartbeat.record_heartbeats(now=later)
         sweep_all(now=later)
         assert (registry.get_state(host, now=later), lease_status(lease)) == ("unreachable", LeaseStatus.ACTIVE)
-        assert lease_sweeps.declare_host_lost(host, now=later, actor="ops")
+        assert lease_sweeps.declare_host_lost(host, now=later, actor=console_user("ops"))
     sandbox = Sandbox.objects.get(holder=lease.pk)
     assert (sandbox.state, lease_status(lease), Pool.objects.get(pk=pool.pk).used) == (SandboxState.DESTROYED, "expired", 0)
     assert stop_reasons.find_last_stop(lease.pk).reason == "host_lost"
@@ -155,7 +156,7 @@ def test_a_lost_host_that_returns_is_cleaned_up_before_it_starts_sandboxes(
 ) -> None:
     host = get_sandbox(lease).host
     assert host
-    lease_sweeps.declare_host_lost(host, now=LATER, actor="ops")
+    lease_sweeps.declare_host_lost(host, now=LATER, actor=console_user("ops"))
     with memory.on_engine(A):
         with pytest.raises(HostLost):
             run(grant("did:plc:bob"))
@@ -170,7 +171,7 @@ def test_a_lost_host_that_returns_is_cleaned_up_before_it_starts_sandboxes(
 def test_the_release_of_a_lost_host_continues_after_a_crash(lease: Lease, memory: MemoryProvider) -> None:
     host = get_sandbox(lease).host
     assert host
-    assert lost_hosts.declare_lost(host, now=LATER, actor="ops")  # the process dies here
+    assert lost_hosts.declare_lost(host, now=LATER, actor=console_user("ops"))  # the process dies here
     with memory.on_engine(B):
         assert lease_sweeps.recover_stalled(now=LATER).counts["sandboxes of lost hosts released"] == 1
     assert lease_status(lease) == LeaseStatus.EXPIRED

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -12,6 +13,7 @@ from leases.adoption import adopt_sandbox
 from leases.errors import InvalidRequest
 from leases.models import Lease
 from sandboxes import destruction, snapshots, stop_reasons
+from sandboxes.audit import COMMAND_LINE, Actor
 from sandboxes.errors import (
     CapacityExhausted,
     InstallationMismatch,
@@ -25,7 +27,7 @@ from sandboxes.inventory.entries import Entry, Finding, collect_inventory
 from sandboxes.inventory.listings import ListingState
 from sandboxes.inventory.removal import destroy_ownerless
 from sandboxes.lifecycle import CHECKPOINT_HOOKS
-from sandboxes.models import Installation, Pool, Quota, Sandbox, Transition
+from sandboxes.models import Installation, OperatorAction, Pool, Quota, Sandbox, Transition
 from sandboxes.models.state import Snapshot
 from sandboxes.pool import prewarmed
 from sandboxes.providers.base import SandboxSpec
@@ -33,6 +35,7 @@ from sandboxes.providers.errors import Unavailable
 from sandboxes.providers.memory import MemoryProvider
 from sandboxes.sweeps import passes, reconciliation
 from tests.conftest import MINUTE, NOW
+from tests.support.actors import console_user
 from tests.support.leases import evict, get_sandbox, read, run, write
 
 pytestmark = pytest.mark.django_db
@@ -76,12 +79,17 @@ def collect(now: Any = LATER) -> dict[str, Entry]:
     return {entry.name: entry for entry in collect_inventory(now=now, grace=MINUTE).entries}
 
 
-def destroy(name: str, now: Any = LATER) -> bool:
-    return destroy_ownerless("memory", name, now=now, grace=MINUTE, actor="ops", reason="unused")
+def destroy(name: str, now: Any = LATER, actor: Actor | None = None) -> bool:
+    actor = actor or console_user("ops")
+    return destroy_ownerless("memory", name, now=now, grace=MINUTE, actor=actor, reason="unused")
+
+
+def list_orders() -> list[str]:
+    return [action.summary for action in OperatorAction.objects.all()]
 
 
 def adopt(name: str, now: Any = LATER, **options: Any) -> Adoption:
-    return adopt_sandbox("memory", name, now=now, actor="ops", reason="after a restore", **options)
+    return adopt_sandbox("memory", name, now=now, actor=console_user("ops"), reason="after a restore", **options)
 
 
 def test_each_sandbox_has_the_finding_that_its_listing_and_its_row_give(
@@ -255,3 +263,19 @@ def test_adoption_is_refused_where_it_is_not_safe(
     assert Sandbox.objects.count() == 1
     Pool.objects.filter(pk=pool.pk).update(capacity=9)
     assert adopt(foreign, pool_name=pool.name).sandbox.pool == pool
+
+
+def test_a_destroy_that_is_interrupted_at_any_step_is_recorded_as_an_order(
+    pool: Pool, add_unknown: Callable[..., str], memory: MemoryProvider, crash_at: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    name = add_unknown(pool.owner)
+    with crash_at("removal checked"):
+        destroy(name, actor=COMMAND_LINE)
+    assert (list_orders(), len(memory.list_all())) == ([], 1)
+    with memory.fail("destroy", Unavailable("no answer")), pytest.raises(Unavailable):
+        destroy(name, actor=COMMAND_LINE)
+    assert list_orders() == [f"memory {name}: unused; result: failed: no answer"]
+    OperatorAction.objects.all().delete()
+    with crash_at("removal done"):
+        destroy(name, actor=COMMAND_LINE)
+    assert (list_orders(), memory.list_all()) == ([f"memory {name}: unused; result: not known"], [])

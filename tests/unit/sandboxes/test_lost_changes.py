@@ -29,6 +29,7 @@ from sandboxes.storage.base import StoreError
 from sandboxes.storage.memory import MemoryStore
 from sandboxes.sweeps import installation, passes, reconciliation
 from tests.conftest import MINUTE, NOW
+from tests.support.actors import console_user
 from tests.support.leases import evict, get_sandbox, read, run, write
 
 pytestmark = pytest.mark.django_db
@@ -168,7 +169,7 @@ def test_reconcile_keeps_the_files_of_a_later_incarnation_before_it_destroys_the
     lose_changes()
     assert "lacks changes" in schedules.run_sweep("reconcile", now=LATER).failures[0]
     assert later in memory._sandboxes
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     with memory.fail("get_files", Unavailable("cut"), times=1):
         assert "could not be kept" in reconcile()[0]
     assert later in memory._sandboxes
@@ -182,7 +183,7 @@ def test_reconcile_keeps_files_even_if_the_lease_has_had_later_incarnations_sinc
 ) -> None:
     write(cold, "two")
     lose_changes()
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     for content in ("other", "another"):
         write(cold, content)
         evict(cold)
@@ -224,7 +225,7 @@ def test_changes_in_data_of_a_later_incarnation_are_kept_beside_the_current_ones
     assert f"were kept in /data/.conflicts/{name}." in finished.note
     assert list_copies() == {"d/new", "f", "link"}
     assert sh(lease, f"cat /data/.conflicts/{name}/f /data/.conflicts/{name}/d/new", now=NOW + MINUTE) == "two\nnew"
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     assert reconcile() == []
     assert name not in memory._sandboxes
     assert list_copies() == {"d/new", "f", "link"}
@@ -264,7 +265,7 @@ def test_sandbox_whose_changes_in_data_find_no_room_is_not_destroyed(
     limit, settings.DATA_MOST_BYTES = settings.DATA_MOST_BYTES, 7
     assert sh(lease, "cat /data/f", now=NOW + MINUTE) == "one"
     assert "are not kept elsewhere" in Run.objects.latest("started_at", "pk").note
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     assert "could not be kept" in reconcile()[0]
     assert later in memory._sandboxes
     settings.DATA_MOST_BYTES = limit
@@ -358,7 +359,7 @@ def test_queue_refuses_work_at_once_after_the_loss(cold: Lease, lose_changes: Ca
 def test_note_that_cannot_be_read_is_a_mismatch_until_it_is_confirmed(content: bytes, cold: Lease) -> None:
     (Path(settings.STATE_DIR) / installation_marks.CHANGE_NAME).write_bytes(content)
     assert "cannot be read" in installation_marks.find_mismatch()
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     assert installation_marks.find_mismatch() == ""
 
 
@@ -395,7 +396,7 @@ def test_confirmation_on_one_host_voids_the_notes_of_others(
     lose_changes()
     assert "lacks changes" in installation_marks.find_mismatch()
     other_host, settings.STATE_DIR = settings.STATE_DIR, tmp_path / "of another host"
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     settings.STATE_DIR = other_host
     assert installation_marks.find_mismatch() == ""
     assert not installation_marks.has_lost_changes()

@@ -24,6 +24,7 @@ from sandboxes.templates.specifications import (
     validate_name,
 )
 from tests.conftest import MINUTE, NOW, SimulatedCrash
+from tests.support.actors import console_user
 
 DOCKERFILE = "FROM debian\n"
 
@@ -115,7 +116,7 @@ def test_provider_without_builds_is_refused(memory: MemoryProvider) -> None:
 def template(memory: MemoryProvider, db: None) -> ImageTemplate:
     """Template that waits for a build since NOW."""
     host = registry.get_local_host("memory", now=NOW)
-    return builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=NOW, actor="test")[0]
+    return builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=NOW, actor=console_user("test"))[0]
 
 
 def test_template_is_built_by_one_process_at_a_time(template: ImageTemplate, at_checkpoint: Callable[..., None]) -> None:
@@ -157,14 +158,19 @@ def test_template_that_is_being_removed_is_neither_rebuilt_nor_removed_by_anothe
     with pytest.raises(TemplateBusy):
         builds.remove(template, now=NOW)
     for now, is_waiting in ((NOW, False), (deadline, True)):
-        assert builds.request("t", specification, host=template.host, now=now, actor="test", rebuild=True)[1] == is_waiting
+        assert (
+            builds.request("t", specification, host=template.host, now=now, actor=console_user("test"), rebuild=True)[1]
+            == is_waiting
+        )
 
 
 @pytest.mark.django_db
 def test_build_fails_after_three_dead_workers(memory: MemoryProvider) -> None:
     now = timezone.now()
     host = registry.get_local_host("memory", now=now)
-    template, is_waiting = builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=now, actor="test")
+    template, is_waiting = builds.request(
+        "t", TemplateSpecification("a", ["b"]), host=host, now=now, actor=console_user("test")
+    )
     assert is_waiting
     for attempt in range(builds.MAX_ATTEMPTS):
         now += builds.QUEUE_GRACE + timedelta(seconds=1)
@@ -174,5 +180,5 @@ def test_build_fails_after_three_dead_workers(memory: MemoryProvider) -> None:
     assert sweeps.requeue_template_builds(now=now).counts == {"template builds failed": 1}
     template.refresh_from_db()
     assert (template.state, template.failure, template.deadline_at) == (TemplateState.FAILED, TemplateFailure.ABANDONED, None)
-    again, is_waiting = builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=now, actor="test")
+    again, is_waiting = builds.request("t", TemplateSpecification("a", ["b"]), host=host, now=now, actor=console_user("test"))
     assert (again, is_waiting, again.attempts, again.failure) == (template, True, 0, "")

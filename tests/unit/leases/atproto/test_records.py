@@ -184,7 +184,7 @@ def test_servers_that_do_not_answer_delay_no_record_for_another(recorded: Lease,
 
 def test_a_record_waits_for_the_agents_account(recorded: Lease, pds: Pds) -> None:
     take_turn(recorded)
-    assert accounts.remove_account(recorded.agent_did) and not accounts.remove_account(recorded.agent_did)
+    assert accounts.remove_account(recorded.agent_did, now=NOW) and not accounts.remove_account(recorded.agent_did, now=NOW)
     assert sweep() == {"postponed": 1}
     assert get_record().error == "The agent has no AT Protocol account."
     accounts.set_account(recorded.agent_did, service_url=pds.url, service_did=pds.did, now=NOW)

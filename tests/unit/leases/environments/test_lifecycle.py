@@ -79,10 +79,10 @@ def test_created_environment_starts_once_has_a_phase_and_ends(grant: Callable[..
     grant()
     assert read().status == "created"  # a lease does not start what an operator is to start
     assert lifecycle.start("game-1", now=NOW + MINUTE) and not lifecycle.start("game-1", now=NOW + HOUR)
-    assert lifecycle.set_phase("game-1", "combat") and not lifecycle.set_phase("game-1", "combat")
+    assert lifecycle.set_phase("game-1", "combat", now=NOW) and not lifecycle.set_phase("game-1", "combat", now=NOW)
     assert (read().started_at, read().phase) == (NOW + MINUTE, "combat")
     lifecycle.end("game-1", now=NOW + HOUR)
-    for act in (lambda: lifecycle.start("game-1", now=NOW), lambda: lifecycle.set_phase("game-1", "town")):
+    for act in (lambda: lifecycle.start("game-1", now=NOW), lambda: lifecycle.set_phase("game-1", "town", now=NOW)):
         with pytest.raises(EnvironmentEnded):
             act()
     with pytest.raises(EnvironmentNotFound):

@@ -10,6 +10,7 @@ from leases.grants.revocation import Revocation
 from leases.models import AgentKey, Lease
 from sandboxes.models import Pool
 from tests.conftest import NOW
+from tests.support.actors import console_user
 from tests.support.billing import ADA
 
 pytestmark = pytest.mark.django_db
@@ -32,7 +33,7 @@ def test_only_leases_that_were_granted_to_the_key_end(key: AgentKey, pool: Pool)
     acquire(pool, "game-1", api_keys.format_actor(other))  # held already: it stays that of the first key
     acquire(pool, "game-3", "command line")
     api_keys.rotate_key(key.pk, overlap=timedelta(0), now=NOW)
-    done = revocation.revoke(key, end_leases=True, now=NOW, actor="olga", reason="it leaked")
+    done = revocation.revoke(key, end_leases=True, now=NOW, actor=console_user("olga"), reason="it leaked")
     assert done == Revocation(revoked=True, ended_leases=1)
     ended = Lease.objects.get(status="expired")
     assert (ended.pk, ended.end_reason, ended.end_detail) == (own.pk, "operator", f"API key {key.prefix} revoked: it leaked")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from django.core.exceptions import ValidationError
 
+from sandboxes.audit import CONTROL_PLANE
 from sandboxes.egress.model_pricing import find_candidate_names, load_rates
 from sandboxes.egress.prices import changes, files
 from sandboxes.egress.prices.files import PriceFileInvalid, parse_price_file
@@ -148,7 +149,7 @@ def test_only_new_and_changed_prices_become_rates() -> None:
     assert [(each.present, each.is_change) for each in compared] == [
         (3, False), (Decimal("0.1"), True), (None, True), (None, True), (None, True), (None, True),
     ]  # fmt: skip
-    assert changes.apply_changes(compared, file, valid_from=NOW, note="imported", actor="", now=NOW) == 5
+    assert changes.apply_changes(compared, file, valid_from=NOW, note="imported", actor=CONTROL_PLANE, now=NOW) == 5
     rate = TokenRate.objects.get(kind="cache_read", valid_from=NOW)
     assert (rate.usd_per_million, rate.source, rate.note) == (Decimal("0.3"), "price page, as of 2026-11-29", "imported")
     assert not any(each.is_change for each in changes.compare(file, at=NOW))
@@ -159,11 +160,11 @@ def test_a_price_with_the_start_of_an_existing_rate_supersedes_it_once() -> None
     create_rates("m", cache_read="0.1", since=NOW)
     file = parse_price_file(OWN.encode())
     compared = changes.compare(file, at=NOW)
-    added = changes.apply_changes(compared, file, valid_from=NOW, note="", actor="", now=NOW)
+    added = changes.apply_changes(compared, file, valid_from=NOW, note="", actor=CONTROL_PLANE, now=NOW)
     assert TokenRate.objects.count() == 1 + added
     assert not any(each.is_change for each in changes.compare(file, at=NOW))
     with pytest.raises(ValidationError, match="A rate with this start and price exists: m, "):
-        changes.apply_changes(compared, file, valid_from=NOW, note="", actor="", now=NOW)
+        changes.apply_changes(compared, file, valid_from=NOW, note="", actor=CONTROL_PLANE, now=NOW)
     assert TokenRate.objects.count() == 1 + added
 
 
@@ -184,7 +185,7 @@ def test_a_price_with_the_start_of_an_existing_rate_supersedes_it_once() -> None
 def test_public_prices_price_usual_calls(model: str, counts: dict[str, int], usd: str) -> None:
     file = parse_price_file(PUBLIC.read_bytes())
     assert (file.problems, bool(file.source)) == ([], True)
-    changes.apply_changes(changes.compare(file, at=NOW), file, valid_from=NOW, note="", actor="", now=NOW)
+    changes.apply_changes(changes.compare(file, at=NOW), file, valid_from=NOW, note="", actor=CONTROL_PLANE, now=NOW)
     price = load_rates(find_candidate_names(model), at=NOW).price(counts)
     assert price and (price.usd, price.complete) == (Decimal(usd), True)
 

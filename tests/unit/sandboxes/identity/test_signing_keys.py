@@ -20,6 +20,7 @@ from sandboxes.identity import curves, signing
 from sandboxes.models import MintedToken, SigningKey
 from tests.conftest import MINUTE, NOW
 from tests.support import tokens
+from tests.support.actors import console_user
 from tests.support.secrets import list_key_encodings
 
 pytestmark = pytest.mark.django_db
@@ -123,7 +124,7 @@ def test_an_agent_without_a_key_gets_no_token() -> None:
 
 def test_after_a_rotation_the_new_key_signs_and_the_old_private_key_is_deleted() -> None:
     old = signing.create_key(ADA, now=NOW, private=curves.generate_key("ES256"))
-    new = signing.rotate_key(ADA, now=NOW + MINUTE, actor="root")
+    new = signing.rotate_key(ADA, now=NOW + MINUTE, actor=console_user("root"))
     old.refresh_from_db()
     assert (old.retired_at, old.revoked_at, old.ended_by, old.sealed) == (NOW + MINUTE, None, "root", None)
     assert (new.algorithm, new.is_active) == ("ES256", True)
@@ -140,7 +141,7 @@ def test_a_rotation_during_minting_takes_effect(key, grant, at_checkpoint) -> No
 
 
 def test_no_token_is_minted_between_revocation_and_a_new_key(key) -> None:
-    key = signing.revoke_active_key(ADA, now=NOW + MINUTE, actor="root")
+    key = signing.revoke_active_key(ADA, now=NOW + MINUTE, actor=console_user("root"))
     assert (key.revoked_at, key.retired_at, key.ended_by, key.sealed) == (NOW + MINUTE, None, "root", None)
     for act in (token, lambda: signing.revoke_active_key(ADA, now=NOW), lambda: signing.rotate_key(ADA, now=NOW)):
         with pytest.raises(SigningKeyRevoked):

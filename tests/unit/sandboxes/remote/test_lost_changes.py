@@ -12,6 +12,7 @@ from leases.models import Lease
 from sandboxes.models import Pool, Snapshot, names
 from sandboxes.sweeps import installation
 from tests.conftest import MINUTE, NOW
+from tests.support.actors import console_user
 from tests.support.leases import evict, read, write
 from tests.support.remote import GetEmulator
 from tests.unit.sandboxes.remote.conftest import LISTING
@@ -39,7 +40,7 @@ def test_wake_in_a_database_that_lost_changes_keeps_the_files_of_the_later_sandb
     assert read(lease) == "one"
     found = Snapshot.objects.get(holder=lease.pk, kind="found")
     assert emulator.find_machines(later)
-    installation.confirm(now=NOW, actor="operator")
+    installation.confirm(now=NOW, actor=console_user("operator"))
     assert sweeps.reconcile(now=LATER, grace=MINUTE).counts["orphans destroyed"] == 1
     assert not emulator.find_machines(later)
     snapshots.restore_snapshot(lease.pk, found.pk, now=NOW + MINUTE)

@@ -18,6 +18,7 @@ from sandboxes.templates import builds
 from tests.conftest import MINUTE, SimulatedCrash, die
 from tests.emulators.base import CUT_AFTER, Emulator, Fault
 from tests.emulators.images import MISSING_REGISTRY
+from tests.support.actors import console_user
 from tests.support.leases import run, update_pool
 from tests.support.remote import GetEmulator
 from tests.support.waiting import wait_until
@@ -44,7 +45,7 @@ def request_build(*commands: str, base: str = "python:3.12", dockerfile: str = "
     host = builds.get_build_host(now=now)
     base = "" if dockerfile else base
     specification = builds.build_specification(host, base=base, commands=commands, dockerfile=dockerfile)
-    return builds.request("tools", specification, host=host, now=now, actor="test", rebuild=rebuild)[0]
+    return builds.request("tools", specification, host=host, now=now, actor=console_user("test"), rebuild=rebuild)[0]
 
 
 def build(template: ImageTemplate) -> ImageTemplate:

@@ -18,8 +18,9 @@ from django.core.checks import run_checks
 from leases import leasing
 from leases.models import Lease
 from sandboxes import destruction, eviction, providers
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.errors import SandboxBusy, StoreUnavailable
-from sandboxes.models import Pool, Sandbox, TransitionReason
+from sandboxes.models import OperatorAction, Pool, Sandbox, TransitionReason
 from sandboxes.models.state import AgentData, DataEvent, DataFile, DataObject, DataSize, DataStorageMode
 from sandboxes.pool import allocation
 from sandboxes.providers.base import DATA
@@ -414,7 +415,7 @@ def test_data_is_converted_to_mount_and_back(one: Lease) -> None:
         storage_mode.convert_to_mount(reload(data), now=NOW)
     assert bucket_paths(one) == set()
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
-    storage_mode.convert_to_mount(reload(data), now=NOW)
+    storage_mode.convert_to_mount(reload(data), now=NOW, actor=COMMAND_LINE)
     assert reload(data).keeping == DataStorageMode.MOUNT
     assert not DataObject.objects.exists()
     assert bucket_paths(one) == {"deep/er/a", "tool", "link", "empty"}
@@ -424,7 +425,9 @@ def test_data_is_converted_to_mount_and_back(one: Lease) -> None:
         storage_mode.convert_to_sync(reload(data), now=NOW)
     changed = sh(one, LIST_FILES)
     eviction.evict(sandbox_of(one).pk, now=NOW, reason="test")
-    storage_mode.convert_to_sync(reload(data), now=NOW)
+    storage_mode.convert_to_sync(reload(data), now=NOW, actor=COMMAND_LINE)
+    recorded = OperatorAction.objects.values_list("action", "detail").order_by("detail")
+    assert [*recorded] == [("Set storage mode", "mount → sync"), ("Set storage mode", "sync → mount")]
     assert bucket_paths(one) == set()
     assert sh(one, LIST_FILES) == changed
     assert sh(one, f"ls {DATA}/skills") == "catan"

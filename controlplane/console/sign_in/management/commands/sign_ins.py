@@ -4,9 +4,12 @@ from typing import Any
 
 from django.contrib.auth.models import User
 from django.core.management.base import BaseCommand, CommandParser
+from django.db import transaction
 
 from controlplane.console.sign_in import throttle
 from controlplane.console.sign_in.throttle import Kind
+from sandboxes import audit
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -24,5 +27,10 @@ class Command(BaseCommand):
                 keys += [throttle.build_key(kind, str(user.pk)) for kind in (Kind.CODE, Kind.USER)]
         else:
             keys = [throttle.build_address_key(options["address"])]
-        count = throttle.forget(keys)
+        subject = f"user {name}" if name else f"address {options['address']}"
+        with transaction.atomic():
+            count = throttle.forget(keys)
+            if count:
+                row = audit.get_installation_row()
+                audit.record(row, "Forget failed sign-ins", subject, actor=audit.COMMAND_LINE, now=database_time.now())
         self.stdout.write("The failed attempts are forgotten." if count else "There were no failed attempts.")

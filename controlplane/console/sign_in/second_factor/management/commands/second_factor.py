@@ -4,8 +4,11 @@ from typing import Any
 
 from django.contrib.auth.models import User
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import transaction
 
 from controlplane.console.sign_in.second_factor import devices
+from sandboxes import audit
+from sandboxes.db import database_time
 
 
 class Command(BaseCommand):
@@ -22,14 +25,20 @@ class Command(BaseCommand):
             for user in User.objects.filter(is_active=True).order_by("username"):
                 self.stdout.write(f"{user.get_username()}: {'app' if devices.has_app(user) else 'none'}")
             return
-        user = self._find_user(options["name"])
+        user, now = self._find_user(options["name"]), database_time.now()
         if options["action"] == "reset":
-            removed = devices.remove_devices(user)
+            with transaction.atomic():
+                removed = devices.remove_devices(user)
+                if removed:
+                    audit.record(user, "Remove second factor", actor=audit.COMMAND_LINE, now=now)
             self.stdout.write("The app and the backup codes are removed." if removed else "The user had no app.")
             return
         if not devices.has_app(user):
             raise CommandError("The user has no app. It is set up in the console.")
-        self.stdout.write("\n".join(devices.replace_backup_codes(user)))
+        with transaction.atomic():
+            codes = devices.replace_backup_codes(user)
+            audit.record(user, "Replace backup codes", actor=audit.COMMAND_LINE, now=now)
+        self.stdout.write("\n".join(codes))
 
     def _find_user(self, name: str) -> User:
         user = User.objects.filter(username=name).first()

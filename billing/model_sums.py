@@ -12,17 +12,22 @@ from billing.models import BillableItem, ModelTotal
 
 
 class TokenCounts(NamedTuple):
-    """Tokens by kind. `input` includes `cached` (read from the cache) and `cache_written`; `output` includes reasoning."""
+    """Tokens by kind. `input` includes `cached` (read from the cache) and `cache_written`; `output` includes reasoning.
+
+    These are the tokens that the upstreams reported. `estimated` are further tokens, of which an upstream reported nothing: the
+    sum of `input`, `output` and `estimated` is that of a budget in tokens."""
 
     input: int = 0
     cached: int = 0
     cache_written: int = 0
     output: int = 0
+    estimated: int = 0
 
     @classmethod
     def of(cls, row: Any) -> "TokenCounts":
         """Return the counts of a row or a sum with the columns of ModelTotal."""
-        return cls(row.input_tokens, row.cached_tokens, row.cache_written_tokens, row.output_tokens)
+        counts = (row.input_tokens, row.cached_tokens, row.cache_written_tokens, row.output_tokens)
+        return cls(*counts, row.estimated_tokens or 0)
 
     @classmethod
     def sum(cls, counts: Iterable["TokenCounts"]) -> "TokenCounts":

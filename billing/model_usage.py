@@ -39,6 +39,7 @@ class ModelUsage(NamedTuple):
     cached_tokens: int = 0
     cache_written_tokens: int = 0
     output_tokens: int = 0
+    estimated_tokens: int = 0
 
     def plus(self, other: "ModelUsage") -> "ModelUsage":
         return ModelUsage(*(a + b for a, b in zip(self, other, strict=True)))
@@ -75,6 +76,7 @@ def iter_model_usage(days: Iterable[date]) -> Iterator[tuple[date, list[tuple[Ow
     sums = rows.values_list("day", *Owner._fields, "model").annotate(
         a=Count("pk"), b=Sum("calls"), c=Sum("unpriced"), d=sum_exact("usd"), e=sum_exact("estimated_usd"),
         f=Sum("input_tokens"), g=Sum("cached_tokens"), h=Sum("cache_written_tokens"), i=Sum("output_tokens"),
+        j=Sum("estimated_tokens"),
     )  # fmt: skip
     size = 1 + len(Owner._fields)
     for day, of_day in groupby(sums.iterator(chunk_size=FETCH_SIZE), itemgetter(0)):

@@ -7,7 +7,7 @@ The totals are valid while their watermark is that of the costs. A pass of the v
 the watermark of the costs alone: the next pass of this version derives all totals anew."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import date, datetime
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from billing.dates import EPOCH, start_of_next_month
 from billing.grouping import Selection
 from billing.intervals import MICROSECOND
 from billing.model_totals import delete_model_totals, update_model_totals
-from billing.models import CostRecord, PeriodTotal, UsageRecord, Watermark
+from billing.models import CostRecord, ModelTotal, PeriodTotal, UsageRecord, Watermark
 from billing.models.period_totals import COSTS_WATERMARK, TOTALS_WATERMARK
 from billing.money_sums import sum_exact
 from billing.totals import PRICED_MICROS, TOTAL_DURATION, build_account_lookup, build_time_filter
@@ -59,16 +59,27 @@ def hold_costs(now: datetime) -> bool:
 def derive_missing_totals() -> None:
     """Derive all totals unless they are valid, such as after an upgrade. Other pricing passes wait meanwhile.
 
+    Totals by model that a version before wrote are derived anew, as these lack the estimated tokens.
+
     Before the first pass that prices a day there is nothing to derive, and no watermark of the costs: one in the past would
     say that the usage since then is not priced yet, and budgets would reserve it."""
-    if PeriodTotal.are_valid() or not Watermark.objects.filter(name=COSTS_WATERMARK).exists():
+    if not Watermark.objects.filter(name=COSTS_WATERMARK).exists() or (
+        PeriodTotal.are_valid() and not ModelTotal.are_outdated()
+    ):
         return
     with transaction.atomic(durable=True):
         if not hold_costs(EPOCH):
             delete_totals()
-            for begin in _list_months():
-                update_totals(_list_days(begin))
-                note_progress()
+            _update_all(update_totals)
+        elif ModelTotal.are_outdated():
+            delete_model_totals()
+            _update_all(update_model_totals)
+
+
+def _update_all(update: Callable[[Collection[date]], None]) -> None:
+    for begin in _list_months():
+        update(_list_days(begin))
+        note_progress()
 
 
 def delete_totals() -> None:
@@ -82,7 +93,8 @@ def delete_totals() -> None:
 def update_totals(days: Collection[date]) -> None:
     """Derive the totals of days of one month from their records, and those of the month from the difference.
 
-    The totals of model calls by model are derived with them."""
+    The totals of model calls by model are derived with them, unless some of those lack amounts: `derive_missing_totals` has to
+    derive them all."""
     before, after = _load(Period.AGENT_DAY, days), _sum_records(days)
     changed = _find_changes(before, after)
     months = _load_months(changed)
@@ -91,7 +103,8 @@ def update_totals(days: Collection[date]) -> None:
         sums = zip(months.get(month, NOTHING), after.get(key, NOTHING), before.get(key, NOTHING), strict=True)
         months[month] = tuple(total + new - old for total, new, old in sums)
     _write(changed | _find_changes(_load(Period.DAY, days), _sum_agents(after)) | months)
-    update_model_totals(days)
+    if not ModelTotal.are_outdated():
+        update_model_totals(days)
 
 
 def _find_changes(before: Sums, after: Sums) -> Sums:

@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from django.db.models import Sum
+from django.db.models import Count, Q, Sum
 from django.db.models.functions import TruncMonth
 
 from billing import pricing
@@ -37,7 +37,9 @@ class LineKey(NamedTuple):
 
 
 class LineAmount(NamedTuple):
-    """Amounts of a line. unpriced: number of model calls without a price. estimated_usd: estimated part of `usd`, in cents."""
+    """Amounts of a line. unpriced: number of model calls without a price. estimated_usd: estimated part of `usd`, in cents.
+
+    `has_estimated_tokens` is False for lines that were billed before lines had estimated tokens, and their corrections."""
 
     quantity: Decimal = Decimal(0)
     free: Decimal = Decimal(0)
@@ -45,12 +47,14 @@ class LineAmount(NamedTuple):
     unpriced: int = 0
     estimated_usd: Decimal = ZERO_USD
     tokens: TokenCounts = TokenCounts()
+    has_estimated_tokens: bool = True
 
     def minus(self, other: "LineAmount") -> "LineAmount":
         return LineAmount(
             self.quantity - other.quantity, self.free - other.free, self.usd - other.usd, self.unpriced - other.unpriced,
             self.estimated_usd - other.estimated_usd,
             TokenCounts(*(a - b for a, b in zip(self.tokens, other.tokens, strict=True))),
+            self.has_estimated_tokens and other.has_estimated_tokens,
         )  # fmt: skip
 
 
@@ -143,6 +147,7 @@ def sum_billed_costs(account: Account) -> dict[LineKey, LineAmount]:
     sums = groups.annotate(
         a=sum_exact("quantity"), b=sum_exact("free"), c=sum_exact("usd"), d=Sum("unpriced"), e=sum_exact("estimated_usd"),
         f=Sum("input_tokens"), g=Sum("cached_tokens"), h=Sum("cache_written_tokens"), i=Sum("output_tokens"),
+        j=Sum("estimated_tokens", default=0), k=Count("pk", filter=Q(estimated_tokens=None)),
     )  # fmt: skip
     return {
         LineKey(*key): LineAmount(
@@ -152,6 +157,9 @@ def sum_billed_costs(account: Account) -> dict[LineKey, LineAmount]:
             int(unpriced),
             nanos_to_decimal(estimated).quantize(ZERO_USD),
             TokenCounts(*map(int, tokens)),
+            not unrecorded,
         )
-        for *key, quantity, free, nano, unpriced, estimated, tokens in ((*row[:-4], row[-4:]) for row in sums)
+        for *key, quantity, free, nano, unpriced, estimated, tokens, unrecorded in (
+            (*row[:-6], row[-6:-1], row[-1]) for row in sums
+        )
     }

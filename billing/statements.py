@@ -28,6 +28,7 @@ from billing.models import (
     Watermark,
 )
 from billing.money_sums import CENTS_PER_UNIT, sum_exact
+from billing.statement_charges import store_charges
 from billing.statement_lines import (
     ZERO_AMOUNT,
     ZERO_USD,
@@ -67,12 +68,13 @@ def close_month(account: Account, month: date, *, now: datetime, actor: audit.Ac
         _check_order(account, begin)
         lines = [*_build_lines(account, begin, end)]
         statement = build_statement(account, begin, lines)
-        statement.closed_at, statement.closed_by = now, actor
+        statement.closed_at, statement.closed_by, statement.has_charges = now, actor, True
         statement.save()
         checkpoint("closing", statement)
         for line in lines:
             line.statement = statement
         StatementLine.objects.bulk_create(lines, batch_size=SQL_BATCH_SIZE)
+        store_charges(account, begin, lines)
         audit.record(statement, "Close month", f"total {audit.format_value(statement.total)} USD", actor=actor, now=now)
         checkpoint("closed", statement)
     return statement, True
@@ -160,6 +162,7 @@ def _build_line(kind: StatementLine.Kind, key: LineKey, amount: LineAmount) -> S
         rate_id=key.rate, quantity=amount.quantity, free=amount.free, usd=amount.usd, unpriced=amount.unpriced,
         estimated_usd=amount.estimated_usd, input_tokens=amount.tokens.input, cached_tokens=amount.tokens.cached,
         cache_written_tokens=amount.tokens.cache_written, output_tokens=amount.tokens.output,
+        estimated_tokens=amount.tokens.estimated if amount.has_estimated_tokens else None,
     )  # fmt: skip
 
 

@@ -10,13 +10,17 @@ from uuid import UUID
 from django.db import transaction
 
 from leases.models import Lease, LeaseEvent, LeaseStatus
+from sandboxes import audit
+from sandboxes.audit import CONTROL_PLANE, Actor
 from sandboxes.call_limits import CallLimits
 from sandboxes.pool import allocation
 
 MAX_TOKEN_LIMIT = 2**62
 
 
-def change_call_limits(pk: UUID, changes: Mapping[str, Any], *, now: datetime, actor: str = "", detail: str = "") -> bool:
+def change_call_limits(
+    pk: UUID, changes: Mapping[str, Any], *, now: datetime, actor: Actor = CONTROL_PLANE, detail: str = ""
+) -> bool:
     """Set limits on the model calls of an active lease, by field of CallLimits. Return False if nothing changed.
 
     None removes a limit, and a limit that is not among the changes stays.
@@ -36,6 +40,7 @@ def change_call_limits(pk: UUID, changes: Mapping[str, Any], *, now: datetime, a
         LeaseEvent.objects.create(
             lease=lease, at=now, kind="call_limits", actor=actor, reason=f"{change}: {detail}" if detail else change
         )
+        audit.record(lease, "Limit model calls", change, actor=actor, now=now)
         allocation.set_call_limits(pk, limits)
     return True
 

@@ -48,13 +48,16 @@ def format_quantity_brief(quantity: Decimal) -> str:
 
 
 def describe_tokens(tokens: TokenCounts, *, signed: bool = False) -> str:
-    """Describe tokens by kind, such as "1,200 in (800 cached), 40 out". Empty without tokens; `signed` for a difference."""
+    """Describe tokens by kind, such as "1,200 in (800 cached), 40 out". Empty without tokens; `signed` for a difference.
+
+    Estimated tokens are named as further ones: the counts of the input and the output do not include them."""
     sign = "+" if signed else ""
     if not any(tokens):
         return ""
     kinds = ((tokens.cached, "cached"), (tokens.cache_written, "written to the cache"))
     parts = ", ".join(f"{count:{sign},} {label}" for count, label in kinds if count)
-    return f"{tokens.input:{sign},} in{f' ({parts})' if parts else ''}, {tokens.output:{sign},} out"
+    estimated = f", {tokens.estimated:{sign},} further tokens estimated" if tokens.estimated else ""
+    return f"{tokens.input:{sign},} in{f' ({parts})' if parts else ''}, {tokens.output:{sign},} out{estimated}"
 
 
 def build_total_cost_field(**filters: Any) -> SummaryField:

@@ -59,12 +59,15 @@ class CostQuerySerializer(CostFilterSerializer):
 
 
 class TokenCountsSerializer(serializers.Serializer):
-    """Tokens of model calls, as reported by the upstreams. Calls whose usage is unknown have none."""
+    """Tokens of model calls, as reported by the upstreams, and an estimate of those that they did not report."""
 
     input = serializers.IntegerField(help_text="Includes `cached` and `cache_written`.")
     cached = serializers.IntegerField(help_text="Part of the input that was read from the cache.")
     cache_written = serializers.IntegerField(help_text="Part of the input that was written to the cache.")
     output = serializers.IntegerField(help_text="Includes reasoning.")
+    estimated = serializers.IntegerField(
+        help_text="Estimated tokens of calls whose usage is unknown or incomplete, which `input` and `output` do not include."
+    )
 
 
 class CostTotalSerializer(serializers.Serializer):
@@ -109,6 +112,9 @@ class CostsView(APIView):
     )
     def get(self, request: Request) -> HttpResponse:
         """Return usage, costs and tokens of this key's agents; with an operator's key, of all agents.
+
+        The costs are those known now, also of closed months: late usage and corrected prices change them, and are
+        corrections on the next statement. Statements and their exports never change.
 
         `by=model` and `model=` have the costs of model calls by the model's name. `by=model_provider` sums them by vendor,
         which follows from the name: `claude-opus-4-5` is of `anthropic`.

@@ -44,8 +44,9 @@ class StatementFocusView(APIView):
         """Return a month's charges as CSV with the columns of FOCUS 1.0. Operator keys only.
 
         The sum of `BilledCost` is the total of the statement. A closed month never changes: its rows are the statement's
-        lines and the credit used. With `preliminary=true` a month that is not closed is returned as it stands;
-        each of its rows has the `x_Status` `preliminary`."""
+        lines and the credit used, by day the charges that were stored with it. With
+        `preliminary=true` a month that is not closed is returned as it stands; each of its rows has the `x_Status`
+        `preliminary`."""
         require_operator(request)
         query = validate_query(FocusQuerySerializer, request)
         source = find_month(account, month, preliminary=query["preliminary"])

@@ -90,6 +90,11 @@ class StatementLineSerializer(serializers.Serializer):
     cached_tokens = serializers.IntegerField(help_text="Part of `input_tokens` that was read from the cache.")
     cache_written_tokens = serializers.IntegerField(help_text="Part of `input_tokens` that was written to the cache.")
     output_tokens = serializers.IntegerField(help_text="Includes reasoning.")
+    estimated_tokens = serializers.IntegerField(
+        allow_null=True,
+        help_text="Estimated tokens of calls whose usage is unknown or incomplete, beside `input_tokens` and `output_tokens`; "
+        "null on statements of earlier versions.",
+    )
 
 
 class StatementSerializer(serializers.Serializer):
@@ -241,6 +246,7 @@ def render_statement_line(line: StatementLine, *, preliminary: bool = False) -> 
         "cached_tokens": line.cached_tokens,
         "cache_written_tokens": line.cache_written_tokens,
         "output_tokens": line.output_tokens,
+        "estimated_tokens": line.estimated_tokens,
     }
 
 

@@ -15,7 +15,7 @@ from io import StringIO
 from django.db.models import Q
 
 from billing.dates import start_of_next_month
-from billing.focus.charges import RECORD_BATCH_SIZE, Charge, Rounding, charge_line, iter_charges_by_day
+from billing.focus.charges import Charge, Rounding, charge_line, iter_charges_by_day
 from billing.focus.rows import (
     COLUMNS,
     FINAL,
@@ -28,6 +28,7 @@ from billing.focus.rows import (
     format_number,
 )
 from billing.models import Account, CostRecord, Rate, Statement, StatementLine
+from billing.statement_charges import RECORD_BATCH_SIZE, iter_derived_charges, iter_stored_charges
 from billing.statements import build_statement, preview_month
 
 CHUNK_SIZE = 1 << 16  # characters
@@ -86,12 +87,15 @@ def iter_rows(source: AccountMonth, *, daily: bool) -> Iterator[Row]:
 
 
 def _iter_charges(source: AccountMonth, *, daily: bool) -> Iterator[Charge | Rounding]:
-    lines = source.statement.lines.select_related("rate") if source.statement else None
-    if lines is None:
-        return iter_charges_by_day(source.account, source.month, source.lines)
-    if daily:
-        return iter_charges_by_day(source.account, source.month, lines)
-    return map(charge_line, lines.iterator(chunk_size=RECORD_BATCH_SIZE))
+    """Yield the charges of a month. A statement of a version before has no stored charges: the records of now are compared."""
+    if source.statement is None:
+        return iter_charges_by_day(source.lines, iter_derived_charges(source.account, source.month, source.lines))
+    lines = source.statement.lines.select_related("rate")
+    if not daily:
+        return map(charge_line, lines.iterator(chunk_size=RECORD_BATCH_SIZE))
+    if source.statement.has_charges:
+        return iter_charges_by_day(lines, iter_stored_charges(source.statement.lines.all()))
+    return iter_charges_by_day(lines, iter_derived_charges(source.account, source.month, lines))
 
 
 def iter_csv(sources: Iterable[AccountMonth], *, daily: bool) -> Iterator[str]:

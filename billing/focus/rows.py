@@ -25,12 +25,13 @@ FOCUS_COLUMNS = (
     "ResourceType", "ServiceCategory", "ServiceName", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags",
 )  # fmt: skip
 CUSTOM_COLUMNS = (
-    "x_CacheWrittenTokens", "x_CachedTokens", "x_Discount", "x_Estimated", "x_InputTokens", "x_Item", "x_Model",
-    "x_OutputTokens", "x_Status", "x_UnpricedCalls",
+    "x_CacheWrittenTokens", "x_CachedTokens", "x_Discount", "x_Estimated", "x_EstimatedTokens", "x_InputTokens", "x_Item",
+    "x_Model", "x_OutputTokens", "x_Status", "x_UnpricedCalls",
 )  # fmt: skip
-# Of model calls alone. The input includes the tokens read from and written to the cache.
+# Of model calls alone. The input includes the tokens read from and written to the cache, but no estimated ones.
 CALL_COLUMNS = (
-    "x_CacheWrittenTokens", "x_CachedTokens", "x_Estimated", "x_InputTokens", "x_OutputTokens", "x_UnpricedCalls",
+    "x_CacheWrittenTokens", "x_CachedTokens", "x_Estimated", "x_EstimatedTokens", "x_InputTokens", "x_OutputTokens",
+    "x_UnpricedCalls",
 )  # fmt: skip
 COLUMNS = FOCUS_COLUMNS + CUSTOM_COLUMNS
 PROVIDER_NAME = "Leasehold"  # sells the sandboxes and issues the statements; the publisher runs the sandboxes
@@ -185,6 +186,7 @@ def _build_call_columns(charge: Charge) -> Row:
         "x_CacheWrittenTokens": charge.tokens.cache_written,
         "x_CachedTokens": charge.tokens.cached,
         "x_Estimated": charge.estimated_usd,
+        "x_EstimatedTokens": charge.tokens.estimated if charge.has_estimated_tokens else None,
         "x_InputTokens": charge.tokens.input,
         "x_OutputTokens": charge.tokens.output,
         "x_UnpricedCalls": charge.unpriced,

@@ -7,7 +7,7 @@ from billing.models.costs import CostRecord
 from billing.models.model_totals import ModelTotal
 from billing.models.period_totals import PeriodTotal
 from billing.models.rates import BillableItem, Rate
-from billing.models.statements import Credit, Statement, StatementLine
+from billing.models.statements import Credit, Statement, StatementCharge, StatementLine
 from billing.models.usage import Meter, Unpriced, UsageKind, UsageRecord, Watermark
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PeriodTotal",
     "Rate",
     "Statement",
+    "StatementCharge",
     "StatementLine",
     "Tab",
     "Unpriced",

@@ -3,11 +3,11 @@
 from uuid import UUID
 
 from django.db import models
-from django.db.models import F, Q, Value
+from django.db.models import Exists, F, Q, Value
 from django.db.models.functions import Coalesce
 
 from billing.models.accounts import Account
-from billing.models.period_totals import COSTS_WATERMARK, PeriodTotal
+from billing.models.period_totals import COSTS_WATERMARK, TOTALS_WATERMARK
 from billing.models.usage import Watermark
 
 
@@ -41,6 +41,9 @@ class ModelTotal(models.Model):
     cached_tokens = models.BigIntegerField(help_text="Part of the input that was read from the cache.")
     cache_written_tokens = models.BigIntegerField(help_text="Part of the input that was written to the cache.")
     output_tokens = models.BigIntegerField()
+    estimated_tokens = models.BigIntegerField(
+        null=True, help_text="Estimated tokens, beside those that the upstreams reported. Empty: written by a version before."
+    )
 
     class Meta:
         default_permissions = ()
@@ -63,12 +66,22 @@ class ModelTotal(models.Model):
             models.Index(fields=["agent_did", "period", "day"], name="modeltotal_agent"),
             models.Index(fields=["holder", "day"], condition=Q(period="lday"), name="modeltotal_holder"),
             models.Index(fields=["environment_id"], condition=Q(period="lday"), name="modeltotal_environment"),
+            models.Index(fields=["id"], condition=Q(estimated_tokens__isnull=True), name="modeltotal_outdated"),
         ]
 
     @classmethod
     def are_derived(cls) -> bool:
         """Return whether the totals are those of all cost records. Not after an upgrade, or a pass of the version before."""
-        return PeriodTotal.are_valid() or not Watermark.objects.filter(name=COSTS_WATERMARK).exists()
+        marks = Watermark.objects.filter(name__in=(COSTS_WATERMARK, TOTALS_WATERMARK))
+        outdated = Exists(cls.objects.filter(estimated_tokens__isnull=True))
+        found = {name: (at, is_outdated) for name, at, is_outdated in marks.values_list("name", "at", outdated)}
+        costs = found.get(COSTS_WATERMARK)
+        return costs is None or (found.get(TOTALS_WATERMARK) == costs and not costs[1])
+
+    @classmethod
+    def are_outdated(cls) -> bool:
+        """Return whether a version before wrote some of the totals, without the estimated tokens. The next pass derives all."""
+        return cls.objects.filter(estimated_tokens__isnull=True).exists()
 
     def __str__(self) -> str:
         return f"{self.model or 'calls without a model'}, {self.get_period_display()} {self.day}"

@@ -14,7 +14,7 @@ from billing.uncertainty import Uncertainty
 from sandboxes.db.expressions import DayOfMonth
 from sandboxes.db.message_fields import MessageField
 
-__all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementLine"]
+__all__ = ["AppendOnlyModel", "Credit", "Statement", "StatementCharge", "StatementLine"]
 RowT = TypeVar("RowT", bound="AppendOnlyModel")
 
 
@@ -104,6 +104,10 @@ class Statement(AppendOnlyModel):
     )  # fmt: skip
     credit_used = models.DecimalField(max_digits=15, decimal_places=2)
     total = models.DecimalField(max_digits=15, decimal_places=2)
+    has_charges = models.BooleanField(
+        default=False, db_default=False, editable=False,
+        help_text="The charges of its lines are stored. Not on statements of earlier versions.",
+    )  # fmt: skip
 
     class Meta:
         default_permissions = ("view",)
@@ -170,6 +174,10 @@ class StatementLine(AppendOnlyModel):
     cached_tokens = models.BigIntegerField(default=0, db_default=0)
     cache_written_tokens = models.BigIntegerField(default=0, db_default=0)
     output_tokens = models.BigIntegerField(default=0, db_default=0)
+    estimated_tokens = models.BigIntegerField(
+        null=True, blank=True,
+        help_text="Estimated tokens, beside those that the upstreams reported. Empty: on statements of earlier versions.",
+    )  # fmt: skip
 
     class Meta:
         default_permissions = ("view",)
@@ -187,3 +195,39 @@ class StatementLine(AppendOnlyModel):
 
     def __str__(self) -> str:
         return f"{self.item} in {self.for_month:%Y-%m}: {self.usd} USD"
+
+
+class StatementCharge(AppendOnlyModel):
+    """Part of a line of usage: cost of one lease on one day, as it was when the month was closed.
+
+    The amounts are not rounded to cents: the line has the rounding of their sum. Agent, provider, item, model and rate are
+    those of the line. Lines of corrections have no charges."""
+
+    line = models.ForeignKey(StatementLine, on_delete=models.PROTECT, related_name="charges")
+    day = models.DateField()
+    environment_id = models.CharField(max_length=200, blank=True)
+    environment_type = models.CharField(max_length=63, blank=True)
+    holder = models.UUIDField(null=True, blank=True, help_text="Lease id. Empty for sandboxes without a lease and for plans.")
+    project = models.CharField(max_length=63, blank=True)
+    quantity = models.DecimalField(max_digits=18, decimal_places=9, help_text="In units of the item.")
+    free = models.DecimalField(
+        max_digits=18, decimal_places=9, default=Decimal(0), help_text="Part of the quantity within the allowance."
+    )
+    usd = models.DecimalField("USD", max_digits=18, decimal_places=9)
+    unpriced = models.BigIntegerField(default=0, help_text="Number of model calls without a price.")
+    estimated_usd = models.DecimalField(
+        "estimated, USD", max_digits=18, decimal_places=9, default=Decimal(0), help_text="Estimated part of the cost."
+    )
+    input_tokens = models.BigIntegerField(default=0, help_text="Includes tokens read from and written to the cache.")
+    cached_tokens = models.BigIntegerField(default=0)
+    cache_written_tokens = models.BigIntegerField(default=0)
+    output_tokens = models.BigIntegerField(default=0)
+    estimated_tokens = models.BigIntegerField(
+        default=0, help_text="Estimated tokens, beside those that the upstreams reported."
+    )
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.day}: {self.usd} USD"

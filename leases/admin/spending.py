@@ -22,6 +22,7 @@ from sandboxes.admin.base.fields import NormalizedDecimalField
 from sandboxes.admin.base.formatting import SummaryField, format_usd, render_meter
 from sandboxes.admin.egress_connections import build_connections_url
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
+from sandboxes.audit import Actor
 from sandboxes.db import database_time
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.formatting import format_bytes
@@ -84,7 +85,7 @@ class CallLimitsForm(ReasonForm):
         }
 
 
-def _change_call_limits(lease: Lease, actor: str, reason: str, now: datetime, changes: dict[str, Any]) -> bool:
+def _change_call_limits(lease: Lease, actor: Actor, reason: str, now: datetime, changes: dict[str, Any]) -> bool:
     return call_limits.change_call_limits(lease.pk, changes, now=now, actor=actor, detail=reason)
 
 

@@ -7,11 +7,11 @@ from uuid import UUID
 from django.http import HttpResponse
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
+from rest_framework.response import Response
 
 from leases import call_limits
 from leases.api.base import schema
 from leases.api.base.fields import DecimalStringField, StrictIntegerField, StrictSerializer
-from leases.api.base.idempotency import StatusAndBody
 from leases.api.base.permissions import CanAccessLease, HasKey, OperatorWrites
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.llm_calls import format_usd
@@ -51,25 +51,19 @@ class CallLimitsView(LeaseApiView):
     @extend_schema(
         operation_id="leases_calls_limits_update",
         summary="Set the limits on model calls",
-        parameters=[schema.IDEMPOTENCY_KEY_PARAMETER],
         request=CallLimitsChangeSerializer,
-        responses=schema.build_responses(CallLimitsSerializer, 403, 404, 409, 410, 413, 415),
+        responses=schema.build_responses(CallLimitsSerializer, 403, 404, 410, 413, 415),
     )
     def patch(self, request: ApiRequest, pk: UUID) -> HttpResponse:
-        """Set or remove the limits on the cost and the tokens of a lease's model calls, from the next call on.
+        """Set or remove the limits on the cost and the tokens of a lease's model calls, from the next call on. Idempotent.
 
         A limit that the request does not name stays. The lease's events have the change. Operator keys only."""
         data = self.validate_body(CHANGE_SERIALIZER)
         changes = {FIELDS[name]: value for name, value in data.items()}
-
-        def act(_: UUID) -> StatusAndBody:
-            self.require_active()
-            if not call_limits.change_call_limits(pk, changes, now=self.now, actor=self.actor):
-                self.require_active()  # the lease may have ended meanwhile
-            lease = Lease.objects.only("llm_limit", "llm_token_limit").get(pk=pk)
-            return 200, serialize_call_limits(lease)
-
-        return self.execute_once(act)
+        self.require_active()
+        if not call_limits.change_call_limits(pk, changes, now=self.now, actor=self.actor):
+            self.require_active()  # the lease may have ended meanwhile
+        return Response(serialize_call_limits(Lease.objects.only("llm_limit", "llm_token_limit").get(pk=pk)))
 
 
 def serialize_call_limits(lease: Lease) -> dict[str, Any]:

@@ -19,9 +19,12 @@ from sandboxes.db.clock import format_optional_timestamp, format_timestamp
 from sandboxes.egress.totals import CallTotals, calculate_totals
 from sandboxes.models import LlmCall
 
+ESTIMATED_TOKENS_HELP = (
+    "Estimated tokens of calls that have ended with unknown or incomplete usage, beside `input_tokens` and `output_tokens`."
+)
 EXAMPLE_TOTALS = {
     "calls": 3, "refused": 0, "unpriced": 0, "input_tokens": 41200, "cached_tokens": 38000, "cache_written_tokens": 2100,
-    "output_tokens": 960, "cost_usd": "0.0623", "estimated_usd": "0",
+    "output_tokens": 960, "estimated_tokens": 0, "cost_usd": "0.0623", "estimated_usd": "0",
 }  # fmt: skip
 GROUPED_CALLS_EXAMPLE = OpenApiExample(
     "By model", response_only=True, status_codes=["200"],
@@ -57,6 +60,7 @@ class CallTotalsSerializer(serializers.Serializer):
     cached_tokens = serializers.IntegerField(help_text="Part of the input that was read from the cache.")
     cache_written_tokens = serializers.IntegerField(help_text="Part of the input that was written to the cache.")
     output_tokens = serializers.IntegerField()
+    estimated_tokens = serializers.IntegerField(help_text=ESTIMATED_TOKENS_HELP)
     cost_usd = serializers.CharField(help_text="Cost of the calls of known price.")
     estimated_usd = serializers.CharField(help_text="Estimated part of `cost_usd`.")
 
@@ -98,6 +102,7 @@ class LeaseCallsSerializer(serializers.Serializer):
     refused = serializers.IntegerField(help_text="Calls refused by the egress proxy.")
     input_tokens = serializers.IntegerField(help_text="As reported by the upstreams.")
     output_tokens = serializers.IntegerField()
+    estimated_tokens = serializers.IntegerField(help_text=ESTIMATED_TOKENS_HELP)
 
 
 class CallListView(LeaseApiView):
@@ -164,6 +169,7 @@ def serialize_call_totals(total: CallTotals) -> dict[str, Any]:
         "cached_tokens": total.cached_tokens,
         "cache_written_tokens": total.cache_written_tokens,
         "output_tokens": total.output_tokens,
+        "estimated_tokens": total.estimated_tokens,
         "cost_usd": format_usd(total.spent),
         "estimated_usd": format_usd(total.estimated),
     }
@@ -180,6 +186,7 @@ def serialize_lease_calls(lease: Lease, total: CallTotals) -> dict[str, Any]:
         "refused": total.refused,
         "input_tokens": total.input_tokens,
         "output_tokens": total.output_tokens,
+        "estimated_tokens": total.estimated_tokens,
     }
 
 

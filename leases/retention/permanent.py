@@ -26,6 +26,7 @@ REASONS: Mapping[str, str] = {
     "billing.PeriodTotal": "sums of cost records, which are kept",
     "billing.Rate": CONFIGURED,
     "billing.Statement": ACCOUNTING,
+    "billing.StatementCharge": ACCOUNTING,
     "billing.StatementLine": ACCOUNTING,
     "billing.Tab": "assigns a lease's usage to its key, type and project: budgets without a reset sum all usage ever",
     "billing.Unpriced": "deleted by the next pricing pass",

@@ -166,7 +166,7 @@ class LlmCallAdmin(ReadOnlyModelAdmin):
         "deadline_at", "first_byte_at", "ended_at", "outcome", "status", "code", "sent_bytes", "received_bytes", "logged_at",
         "recorded_at", "input_tokens", "cached_tokens", "output_tokens", "cost", "priced",
         "requested_model", "service_tier", "token_counts", "usage", "reserved", "rate_ids",
-        "tokens", "reserved_tokens",
+        "tokens", "reserved_tokens", "recorded_attempts",
     )  # fmt: skip
 
     def get_search_results(self, request: HttpRequest, queryset: Any, search_term: str) -> tuple[Any, bool]:
@@ -342,5 +342,8 @@ def build_model_cost_field(total: CallTotals, note: Any, *, alarm: bool = False,
 
 def build_tokens_field(total: CallTotals) -> SummaryField:
     parts = ((total.cached_tokens, "cached"), (total.cache_written_tokens, "written to the cache"))
-    note = ", ".join(f"{count:,} input tokens {label}" for count, label in parts if count)
+    notes = [f"{count:,} input tokens {label}" for count, label in parts if count]
+    if total.estimated_tokens:
+        notes.append(f"{total.estimated_tokens:,} further tokens estimated")
+    note = ", ".join(notes)
     return SummaryField("Tokens in / out", f"{total.input_tokens:,} / {total.output_tokens:,}", note=note)

@@ -53,6 +53,7 @@ def build_record(kwargs: dict[str, Any], status: str, start_time: Any, end_time:
     is_counted = bool(call_log["total_tokens"])
     return {
         "call": call_log.get("litellm_call_id") or kwargs["litellm_call_id"],
+        "response": call_log.get("id") or "",  # of the upstream; of a failed attempt the id of the call
         "end_user": call_log.get("end_user") or "",
         "for": extract_metadata(call_log),
         "model": call_log.get("model") or kwargs.get("model") or "",

@@ -26,9 +26,19 @@ def sum_cache_writes() -> Sum:
     return Sum(sum(others, first), default=0)
 
 
+def sum_estimated_tokens() -> Sum:
+    """Build the sum of the tokens of ended calls that the upstream did not report, as metering counts them.
+
+    A call without `tokens` was ended by a version before that column, and has its reservation, if any."""
+    reported = Coalesce("input_tokens", Value(0)) + Coalesce("output_tokens", Value(0))
+    return Sum(Coalesce("tokens", "reserved_tokens") - reported, filter=Q(ended_at__isnull=False) & ~IS_REFUSED, default=0)
+
+
 @dataclass(frozen=True)
 class CallTotals:
-    """Counts, tokens and cost of a set of model calls. Tokens not reported by the upstream count as zero."""
+    """Counts, tokens and cost of a set of model calls.
+
+    The tokens by kind are those that the upstreams reported. `estimated_tokens` are further tokens of calls that have ended."""
 
     calls: int
     failed: int
@@ -38,17 +48,19 @@ class CallTotals:
     cached_tokens: int
     cache_written_tokens: int
     output_tokens: int
+    estimated_tokens: int
     spent: Decimal  # USD; excludes unpriced calls
     estimated: Decimal  # part of `spent` that is estimated, in USD
 
 
 def calculate_totals(calls: QuerySet[LlmCall]) -> CallTotals:
     """Aggregate the model calls of a queryset, in one query."""
-    return CallTotals(**calls.filter(IS_MODEL_CALL).aggregate(**build_aggregates()))
+    sums = calls.filter(IS_MODEL_CALL).aggregate(**{f"total_{name}": each for name, each in build_aggregates().items()})
+    return CallTotals(*sums.values())
 
 
 def build_aggregates() -> dict[str, Aggregate]:
-    """Build the aggregates of model calls, by field of CallTotals."""
+    """Build the aggregates of model calls, by field of CallTotals. An alias must not be the name of a column that they read."""
     return {
         "calls": Count("pk"),
         "failed": Count("pk", filter=IS_FAILED),
@@ -58,6 +70,7 @@ def build_aggregates() -> dict[str, Aggregate]:
         "cached_tokens": Sum("cached_tokens", default=0),
         "cache_written_tokens": sum_cache_writes(),
         "output_tokens": Sum("output_tokens", default=0),
+        "estimated_tokens": sum_estimated_tokens(),
         "spent": Sum("cost", default=Decimal(0)),
         "estimated": Sum("cost", filter=IS_ESTIMATED, default=Decimal(0)),
     }

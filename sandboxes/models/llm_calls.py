@@ -77,6 +77,12 @@ class LlmCall(models.Model):
     logged_at = models.DateTimeField(
         null=True, blank=True, help_text="Time at which the proxy's access log confirmed the call."
     )
+    recorded_attempts = models.JSONField(
+        null=True,
+        blank=True,
+        editable=False,
+        help_text="Cost in USD of each attempt of which the upstream has written a record.",
+    )
     recorded_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the upstream's record was joined.")
     input_tokens = models.PositiveBigIntegerField(null=True, blank=True)
     cached_tokens = models.PositiveBigIntegerField(null=True, blank=True)

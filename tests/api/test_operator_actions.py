@@ -37,6 +37,9 @@ RECORDED: dict[str, tuple[str, str, Any, str, str]] = {
     "budgets_update": ("PATCH", "budgets/{budget}", {"amount": "30"}, "Change budget", "amount 10 → 30"),
     "budgets_delete": ("DELETE", "budgets/{budget}", None, "Delete budget", ""),
     "budgets_top_up": ("POST", "budgets/{budget}/top-ups", {"amount": "5"}, "Top up budget", "5 USD"),
+    "leases_calls_limits_update": (
+        "PATCH", "leases/{lease}/calls/limits", {"limit": "5"}, "Limit model calls", "5 USD instead of no spend limit",
+    ),
     "model_rates_create": (
         "POST", "model-rates", RATE | {"prices": {"input": "2"}}, "Add model rate",
         "1 → 2 USD per million tokens, from 2026-11-01 00:00 UTC, price page",
@@ -67,7 +70,6 @@ NOT_RECORDED = {
     "environments_create": "one for each game: the row has the time, and its participants have the key",
     "environments_start": "one for each game: the row has the time",
     "environments_end": "one for each game: the row has the time, and the events of its leases have the key",
-    "leases_calls_limits_update": "the events of the lease have the key and the change",
     "environments_create_coding_task": "one for each task: the row has the time and the key",
 }
 
@@ -106,12 +108,15 @@ def names(
     operator.post(
         "environments", {"environment_id": "game-1", "type": "catan", "agents": ["did:plc:in"], "open_to_project": False}
     )
+    lease = operator.post(
+        "leases", {"agent_did": "did:plc:in", "environment_id": "game-1", "environment_type": "catan"}
+    ).json()["id"]
     operator.post("model-rates", RATE)
     budget = operator.post("budgets", BUDGET).json()["id"]
     template = builder.post("templates", {"name": "tools", "commands": ["true"]}).json()["id"]
     ImageTemplate.objects.update(state="ready", image="x", deadline_at=None)
     OperatorAction.objects.all().delete()
-    return {"orphan": orphan, "budget": str(budget), "template": template}
+    return {"lease": lease, "orphan": orphan, "budget": str(budget), "template": template}
 
 
 def test_every_operation_of_operators_is_recorded_or_has_a_reason() -> None:

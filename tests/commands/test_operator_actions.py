@@ -24,7 +24,7 @@ from leases import api_keys
 from leases.atproto import accounts
 from leases.coding import repositories
 from leases.environments import lifecycle
-from leases.models import Agent
+from leases.models import Agent, Lease
 from leases.packs.folder import SHIPPED_DIRECTORY
 from sandboxes.audit import CONTROL_PLANE
 from sandboxes.egress.allow_list import credentials
@@ -108,7 +108,7 @@ ACTIONS: list[tuple[list[str], str, str]] = [
     (["webhooks", "rotate", "{webhook}"], "Rotate webhook secret", ""),
     (["webhooks", "remove", "{webhook}"], "Remove webhook", ""),
     (["repository", "add", "web", "--depth", "9", "--token"], "Change repository", "depth 50 → 9"),
-    (["stop", "--all", "--end-leases"], "Stop all work", "ends leases; result: 0 leases ended"),
+    (["stop", "--all", "--end-leases"], "Stop all work", "ends leases; result: 1 lease ended"),
     (["catalog", "add", "helper", "--title", "Helper", "--environment-type", "coding"], "Add catalog agent", "title Helper"),
     (["catalog", "set", "tester", "--title", "Tester"], "Change catalog agent", "→ Tester"),
     (["account", "set", "house2", "--title", "House"], "Change account", "title none → House"),
@@ -116,6 +116,7 @@ ACTIONS: list[tuple[list[str], str, str]] = [
     (["pool", "add", "rack", "--capacity", "1", "--provider", "memory"], "Add pool", "capacity 1"),
     (["pool", "resume", "drained"], "Resume pool", ""),
     (["environment_type", "add", "chess"], "Add environment type", ""),
+    (["lease", "limit", "{lease}", "--tokens", "7"], "Limit model calls", "7 tokens instead of no token limit"),
     (["egress_credential", "remove", "open", "git.example.org"], "Remove credential", "git.example.org"),
     (["budget", "add", "10", "usd", "day", "--all"], "Create budget", ""),
     (["budget", "set", "{budget}", "--amount", "20"], "Change budget", "amount 10 → 20"),
@@ -199,6 +200,7 @@ def names(pool: Pool, memory: MemoryProvider, settings: Any, monkeypatch: pytest
     lifecycle.create(
         lifecycle.NewEnvironment("game-1", "catan", agents=["did:plc:in"], open_to_project=False), now=now, actor=CONTROL_PLANE
     )
+    call_command("acquire", "--agent", "did:plc:in", "--environment", "game-1", "--type", "catan", stdout=io.StringIO())
     signing.create_key(signer, now=now)
     accounts.set_account(signer, service_url="https://pds.example.com", password="p", now=now)
     data_editing.put_file(signer, "notes/old", io.BytesIO(b"1"), now=now)
@@ -226,6 +228,7 @@ def names(pool: Pool, memory: MemoryProvider, settings: Any, monkeypatch: pytest
     file.write_bytes(b"1")
     OperatorAction.objects.all().delete()
     return {
+        "lease": str(Lease.objects.get(environment_id="game-1").pk),
         "key": key.prefix, "webhook": str(webhook.pk), "paused": str(paused.pk), "budget": str(budget.pk), "signer": signer,
         "orphan": orphan, "folder": str(folder), "file": str(file), "directory": str(file.parent),
     }  # fmt: skip

@@ -56,7 +56,7 @@ def sum_tokens(report: Report) -> TokenCounts:
 def check_models() -> None:
     """Compare the calls and tokens of each model and vendor with the usage."""
     usage = UsageRecord.objects.filter(item=UsageKind.TOKENS).order_by().values_list("model")
-    names = ("calls", "input_tokens", "cached_tokens", "cache_written_tokens", "output_tokens")
+    names = ("calls", "input_tokens", "cached_tokens", "cache_written_tokens", "output_tokens", "estimated_tokens")
     expected = {model: (Decimal(calls), TokenCounts(*tokens)) for model, calls, *tokens in usage.annotate(*map(Sum, names))}
     report = [each for each in totals.sum_costs("model") if "llm" in each.quantities]
     assert {each.key: (each.quantities["llm"], each.tokens) for each in report} == expected

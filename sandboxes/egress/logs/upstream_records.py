@@ -2,9 +2,14 @@
 
 A record is the most reliable source of a price and replaces a price from another source. Records do not change outcomes.
 
+LiteLLM may bill a call twice: when a stream fails before its answer begins, it asks another model. It writes a record of each
+attempt. Records with different statuses or response ids are of different attempts, whose costs are added. Of several records of
+one attempt the one with the highest cost counts.
+
 After a client disconnect LiteLLM states an estimate. Its cost and its tokens are taken together if it has more output than the
 call: the answer went on after its reader had left. Otherwise the reported tokens stay, and a price that follows from them."""
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -29,6 +34,11 @@ OWN_CALL_ID_PATTERN = re.compile(r"[0-9a-f]{32}")  # format of the proxy's ids; 
 CALL_ID_PATTERN = re.compile(r"[!-~]{1,256}")
 RECORD_TIMEOUT = timedelta(minutes=1)  # after the end of a call, for its record to arrive
 TOKEN_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens")
+CHANGED_COLUMNS = (
+    *TOKEN_COLUMNS, "tokens", "token_counts", "cost", "priced", "rate_ids", "recorded_at", "recorded_attempts", "counted",
+    "code",
+)  # fmt: skip
+UNRECORDED_ANSWER = "answer"  # name of the attempt whose price is not that of a record
 REPORTED_PRICES = (LlmCall.Priced.UPSTREAM, LlmCall.Priced.RATE)
 
 
@@ -43,13 +53,14 @@ class UpstreamRecord:
     input_tokens: int | None
     cached_tokens: int | None
     output_tokens: int | None
+    attempt: str  # of LiteLLM, the same in each record of it
     has_refused_counts: bool = False  # a stated token count is out of range, and is ignored
 
 
 def collect_records(path: Path, now: datetime) -> Counter[str]:
     """Apply records written since the last collection to the call rows. Return counts by kind of result.
 
-    LiteLLM writes one record per attempt. The record with the highest cost counts."""
+    LiteLLM writes one record per attempt, and some records repeatedly."""
     return tail.ingest_file(path, lambda lines: apply_lines(lines, now=now), now=now)
 
 
@@ -81,8 +92,7 @@ def apply_lines(lines: Iterable[bytes], *, now: datetime) -> Counter[str]:
         counts["recorded"] += bool(applicable and row.recorded_at is None)
         for record in applicable:
             _apply_record(record, row, now=now)
-    changed = [*TOKEN_COLUMNS, "tokens", "token_counts", "cost", "priced", "rate_ids", "recorded_at", "counted", "code"]
-    LlmCall.objects.bulk_update(rows.values(), changed, batch_size=200)
+    LlmCall.objects.bulk_update(rows.values(), CHANGED_COLUMNS, batch_size=200)
     _count_missing([call_id for call_id in records_by_call if call_id not in rows], counts)
     if counts["malformed"]:
         log.error("malformed lines in the upstream's records", lines=counts["malformed"])
@@ -121,12 +131,37 @@ def _apply_record(record: UpstreamRecord, row: LlmCall, *, now: datetime) -> Non
     row.tokens = reported if is_whole else max(reported, row.tokens or 0)
     if not record.exact and row.token_counts and not is_lower_estimate:
         row.token_counts = _replace_output(row.token_counts, row.output_tokens or 0)
-    is_better = row.priced != LlmCall.Priced.RECORD or row.cost is None or (record.cost or 0) > row.cost
-    if record.cost is not None and is_better and not (is_lower_estimate and row.priced in REPORTED_PRICES):
-        row.cost, row.priced, row.rate_ids = record.cost, LlmCall.Priced.RECORD, None
+    is_beside = record.failed and row.outcome == LlmCall.Outcome.OK  # of an attempt other than the answered one
+    if record.cost is not None and (is_beside or not (is_lower_estimate and row.priced in REPORTED_PRICES)):
+        _add_attempt(record.attempt, record.cost, row, failed=record.failed)
     if record.has_refused_counts:
         row.code = row.code or REFUSED_AMOUNT_CODE
     row.counted = False
+
+
+def _add_attempt(attempt: str, cost: Decimal, row: LlmCall, *, failed: bool) -> None:
+    """Set the cost of an attempt, and the price of its call to the sum of its attempts.
+
+    An answered call keeps its price as that of a further attempt until the answer is recorded."""
+    attempts = {name: Decimal(usd) for name, usd in (row.recorded_attempts or {}).items()}
+    if row.cost is not None and not attempts:
+        if row.priced == LlmCall.Priced.RECORD:  # by a version that named no attempts
+            row.cost = max(row.cost, cost)
+            return
+        if failed and row.outcome == LlmCall.Outcome.OK:
+            attempts[UNRECORDED_ANSWER] = row.cost
+    if not failed:
+        attempts.pop(UNRECORDED_ANSWER, None)
+    attempts[attempt] = max(cost, attempts.get(attempt, cost))
+    row.recorded_attempts = {name: str(usd) for name, usd in attempts.items()}
+    row.cost, row.priced, row.rate_ids = sum(attempts.values(), Decimal(0)), LlmCall.Priced.RECORD, None
+
+
+def _name_attempt(status: str, response: object) -> str:
+    """Return a short name of an attempt. Ids of responses may have any length, and callbacks before this version name none."""
+    return (
+        f"{status} {hashlib.sha256(response.encode()).hexdigest()[:16]}" if response and isinstance(response, str) else status
+    )
 
 
 def _replace_output(counts: Mapping[str, int], output_tokens: int) -> dict[str, int]:
@@ -160,5 +195,6 @@ def parse_line(line: bytes) -> UpstreamRecord | None:
         input_tokens,
         cached_tokens,
         output_tokens,
+        _name_attempt(fields["status"], fields.get("response")),
         any(count is not None and parse_tokens(count) is None for count in stated),
     )

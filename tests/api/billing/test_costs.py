@@ -32,7 +32,7 @@ def usage(db: None) -> None:
     create_time_usage("2026-11-02T22:00", 3 * HOUR, provider="acme")
     create_token_usage(
         "2026-11-03T10:00", "0.000000003", provider="acme", model="claude-opus-4-5", input_tokens=7, cached_tokens=4,
-        cache_written_tokens=2, output_tokens=1,
+        cache_written_tokens=2, output_tokens=1, estimated_tokens=5,
     )  # fmt: skip
     Tab.objects.create(holder=ADAS_LEASE, agent_did=ADA, environment_type="chat", project="blue", opened_at=NOW, closed_at=NOW)
     create_time_usage("2026-11-03T10:00", HOUR, BOB, provider="acme", environment_id="game-2")
@@ -93,9 +93,9 @@ def test_a_response_names_its_period_and_grouping(operator: ApiClient) -> None:
     (first,) = result.pop("results")
     assert first == {
         "key": "2026-11-02", "usd": "1", "estimated_usd": "0", "unpriced_calls": 0, "hours": "2", "quantities": {"time": "2"},
-        "free": {}, "tokens": {"input": 0, "cached": 0, "cache_written": 0, "output": 0},
+        "free": {}, "tokens": {"input": 0, "cached": 0, "cache_written": 0, "output": 0, "estimated": 0},
     }  # fmt: skip
-    assert result.pop("total_tokens") == {"input": 7, "cached": 4, "cache_written": 2, "output": 1}
+    assert result.pop("total_tokens") == {"input": 7, "cached": 4, "cache_written": 2, "output": 1, "estimated": 5}
     assert result == {
         "by": "day", "since": "2026-11-01", "until": "2026-11-04", "metered_at": "2026-11-21T12:00:00Z",
         "total_usd": "2.000000003", "total_estimated_usd": "0", "total_unpriced_calls": 0, "left_out": 1,
@@ -110,11 +110,11 @@ def test_costs_are_csv_on_request(ada: ApiClient) -> None:
     assert by_header["Content-Type"] == by_parameter["Content-Type"] == "text/csv; charset=utf-8"
     assert by_header.content == by_parameter.content
     items = ["time", "memory", "cpu", "disk", "gpu", "suspend", "storage", "request", "plan", "llm"]
-    tokens = ["input_tokens", "cached_tokens", "cache_written_tokens", "output_tokens"]
+    tokens = ["input_tokens", "cached_tokens", "cache_written_tokens", "output_tokens", "estimated_tokens"]
     assert [*csv.reader(StringIO(by_header.content.decode()))] == [
         ["day", "usd", "hours", *items, "estimated_usd", "unpriced_calls", *tokens],
-        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", "", "0", "0", "0", "0", "0", "0"],
-        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1", "0", "0", "7", "4", "2", "1"],
+        ["2026-11-02", "1", "2", "2", "", "", "", "", "", "", "", "", "", "0", "0", "0", "0", "0", "0", "0"],
+        ["2026-11-03", "0.500000003", "1", "1", "", "", "", "", "", "", "", "", "1", "0", "0", "7", "4", "2", "1", "5"],
     ]  # fmt: skip
     assert Client().get("/api/v1/costs?format=xml", headers=key).status_code == 404
 
@@ -130,7 +130,7 @@ def test_costs_name_their_estimated_part_and_the_unpriced_calls(operator: ApiCli
         assert [(each["estimated_usd"], each["unpriced_calls"]) for each in rows] == found
     headers = {"Authorization": f"Bearer {operator.key}", "Accept": "text/csv"}
     table = Client().get("/api/v1/costs?by=day", headers=headers).content.decode()
-    assert [row[-7:-4] for row in csv.reader(StringIO(table))] == [
+    assert [row[-8:-5] for row in csv.reader(StringIO(table))] == [
         ["llm", "estimated_usd", "unpriced_calls"],
         ["10", "0.125", "6"],
     ]

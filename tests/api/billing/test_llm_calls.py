@@ -15,7 +15,7 @@ pytestmark = pytest.mark.django_db
 
 NO_TOTAL = {
     "calls": 0, "refused": 0, "unpriced": 0, "input_tokens": 0, "cached_tokens": 0, "cache_written_tokens": 0,
-    "output_tokens": 0, "cost_usd": "0", "estimated_usd": "0",
+    "output_tokens": 0, "estimated_tokens": 0, "cost_usd": "0", "estimated_usd": "0",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def create_call(lease: dict, number: int, **fields: object) -> LlmCall:
 
 
 def test_calls_are_listed_newest_first_with_their_totals(ada: ApiClient, lease) -> None:
-    create_call(lease, 1, cost=Decimal("0.100000001"), input_tokens=10, output_tokens=1)
+    create_call(lease, 1, cost=Decimal("0.100000001"), input_tokens=10, output_tokens=1, tokens=31)
     create_call(lease, 2, input_tokens=5)
     create_call(lease, 3, outcome="open", ended_at=None)
     create_call(lease, 4, outcome="refused", status=402, code="spend_limit_reached")
@@ -37,6 +37,7 @@ def test_calls_are_listed_newest_first_with_their_totals(ada: ApiClient, lease) 
     assert [row["kind"] for row in result["results"]] == ["relay", "llm", "llm", "llm", "llm"]
     assert [row["code"] for row in result["results"] if row["code"]] == ["spend_limit_reached"]
     total = {"calls": 4, "refused": 1, "unpriced": 1, "input_tokens": 15, "output_tokens": 1, "cost_usd": "0.100000001"}
+    total["estimated_tokens"] = 20
     assert result["total"] == NO_TOTAL | total
 
 
@@ -54,10 +55,10 @@ def test_every_page_has_the_totals_of_all_calls(ada: ApiClient, lease) -> None:
 def test_a_lease_has_its_llm_spending_and_limits(ada: ApiClient, acquire_body) -> None:
     EnvironmentType.objects.filter(name="catan").update(llm_limit=Decimal("5.5"), llm_token_limit=7000)
     lease = ada.post("leases", acquire_body()).json()
-    zeros = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens"), 0)
+    zeros = dict.fromkeys(("unpriced_calls", "calls", "refused", "input_tokens", "output_tokens", "estimated_tokens"), 0)
     limits = {"limit": "5.5", "token_limit": 7000}
     assert ada.get(f"leases/{lease['id']}").json()["llm"] == {**limits, "spent": "0", "estimated_usd": "0", **zeros}
-    create_call(lease, 1, cost=Decimal("0.0123"), input_tokens=10, output_tokens=1)
+    create_call(lease, 1, cost=Decimal("0.0123"), input_tokens=10, output_tokens=1, tokens=15)
     create_call(lease, 2, cost=Decimal("0.1"), outcome="cut", priced="estimate", input_tokens=4)
     for number, outcome in enumerate(("ok", "failed", "lost", "refused"), start=3):
         create_call(lease, number, outcome=outcome)
@@ -65,7 +66,7 @@ def test_a_lease_has_its_llm_spending_and_limits(ada: ApiClient, acquire_body) -
     create_call(lease, 8, kind="relay")
     assert ada.get(f"leases/{lease['id']}").json()["llm"] == {
         **limits, "spent": "0.1123", "estimated_usd": "0.1", "unpriced_calls": 3, "calls": 7, "refused": 1,
-        "input_tokens": 14, "output_tokens": 1,
+        "input_tokens": 14, "output_tokens": 1, "estimated_tokens": 4,
     }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_a_statement_has_its_lines(operator: ApiClient) -> None:
         "kind": "usage", "for_month": "2026-11", "agent": ADA, "provider": "acme", "item": "time", "unit": "sandbox-hours",
         "quantity": "3", "free": "0", "rate_usd": "0.5", "rate_from": "2020-01-01T00:00:00Z", "usd": "1.50", "status": "final",
         "estimated_usd": "0.00", "unpriced_calls": 0, "model": "", "input_tokens": 0, "cached_tokens": 0,
-        "cache_written_tokens": 0, "output_tokens": 0,
+        "cache_written_tokens": 0, "output_tokens": 0, "estimated_tokens": 0,
     }  # fmt: skip
     calls = {"rate_usd": "", "rate_from": "", "item": "llm", "unit": "model calls", "model": "m"}
     assert lines == [time | calls | {"quantity": "1", "usd": "0.13"}, time]
@@ -99,7 +99,7 @@ def test_statements_are_csv_on_request(operator: ApiClient) -> None:
     lines = Client().get("/api/v1/statements/team/2026-11", headers=headers).content.decode()
     assert [*csv.reader(StringIO(lines))][2] == [
         "usage", "2026-11", ADA, "acme", "time", "sandbox-hours", "3", "0", "0.5", "2020-01-01T00:00:00Z", "1.50", "final",
-        "0.00", "0", "", "0", "0", "0", "0",
+        "0.00", "0", "", "0", "0", "0", "0", "0",
     ]  # fmt: skip
     assert run_command("show", "--account", "team", "--month", "2026-11", "--csv") == lines
 
@@ -132,7 +132,7 @@ def test_a_statement_and_an_open_month_name_estimated_and_unpriced_calls(operato
         for each in (statement, *statement["lines"]):
             assert (each["estimated_usd"], each["unpriced_calls"]) == ("0.13", 5)
         table = Client().get(f"/api/v1/{path}", headers=headers).content.decode()
-        assert [row[-7:-5] for row in csv.reader(StringIO(table))] == [["estimated_usd", "unpriced_calls"], ["0.13", "5"]]
+        assert [row[-8:-6] for row in csv.reader(StringIO(table))] == [["estimated_usd", "unpriced_calls"], ["0.13", "5"]]
     listed = csv.DictReader(StringIO(Client().get("/api/v1/statements", headers=headers).content.decode()))
     assert [(row["estimated_usd"], row["unpriced_calls"]) for row in listed] == [("0.13", "5")]
 

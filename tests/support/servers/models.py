@@ -3,7 +3,7 @@
     python -m tests.support.servers.models PORT
 
 It is LiteLLM's upstream in the tests. The model's name selects the behaviour: `slow` pauses after each piece of the answer,
-`slowest` pauses long enough for crash tests, `failing` answers 500."""
+`slowest` pauses long enough for crash tests, `failing` answers 500, `breaking` ends a stream with an error after its usage."""
 
 import json
 import sys
@@ -45,6 +45,13 @@ class _ModelHandler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
+        if "breaking" in body["model"]:
+            error = {"error": {"message": "overloaded", "type": "server_error", "code": 503}}
+            for event in ([*shape.events(body["model"])][-1], error):
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+                time.sleep(0.3)  # the usage has arrived before the error
+            return None
         for event in shape.events(body["model"]):
             named = f"event: {event['type']}\n" if "type" in event else ""
             self.wfile.write(f"{named}data: {json.dumps(event)}\n\n".encode())

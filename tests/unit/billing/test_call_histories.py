@@ -40,6 +40,7 @@ from tests.support.call_histories.expectations import (
 )
 from tests.support.call_histories.proxy import ProxyProcess, ScriptedAnswer, break_off
 from tests.support.search import budget as search_budget
+from tests.support.token_sums import TokenSum, list_live_sums, list_metered_sums
 
 pytestmark = [
     pytest.mark.django_db,
@@ -311,8 +312,12 @@ class CallHistories(RuleBasedStateMachine):
         if not hasattr(self, "calls"):
             return
         self.restart()
-        self.meter()
         ended = self.calls.values()
+        tokens, reported = (sum(getattr(call, name) for call in ended) for name in ("tokens", "reported_tokens"))
+        self.check_token_sums(list_live_sums(self.lease), reported, tokens - reported)
+        self.meter()
+        self.check_token_sums(list_live_sums(self.lease), reported, tokens - reported)
+        self.check_token_sums(list_metered_sums(self.now), reported, tokens - reported)
         expected = (
             sum((call.owed for call in ended), Fraction(0)),
             sum((call.owed for call in ended if call.source == "estimate"), Fraction(0)),
@@ -324,8 +329,10 @@ class CallHistories(RuleBasedStateMachine):
         assert self.sum_costs() == expected
         self.update_budgets()
         assert Fraction(self.budget.spent) == expected[0]
-        tokens, reported = (sum(getattr(call, name) for call in ended) for name in ("tokens", "reported_tokens"))
         assert (self.token_budget.spent, self.token_budget.estimated_tokens) == (tokens, tokens - reported)
+
+    def check_token_sums(self, found: dict[str, TokenSum], reported: int, estimated: int) -> None:
+        assert found == dict.fromkeys(found, (reported, estimated))
 
     def sum_costs(self) -> tuple[Fraction, Fraction, int]:
         """Return cost, its estimated part, and the number of calls without a price, as `/costs` shows them."""

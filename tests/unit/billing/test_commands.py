@@ -1,6 +1,7 @@
 """manage.py estimate, costs and meter: options, output and exit."""
 
 import json
+import re
 from datetime import date, timedelta
 from io import StringIO
 from typing import Any
@@ -120,27 +121,38 @@ def test_costs_prints_a_table_csv_or_json() -> None:
     ]
     assert run("costs", "--csv").splitlines() == [
         "agent,usd,hours,time,memory,cpu,disk,gpu,suspend,storage,request,plan,llm,estimated_usd,unpriced_calls,"
-        "input_tokens,cached_tokens,cache_written_tokens,output_tokens",
-        "did:plc:ada,1.5,3,3,,,,,,,,,,0,0,0,0,0,0",
-        ",0.5,1,1,,,,,,,,,,0,0,0,0,0,0",
+        "input_tokens,cached_tokens,cache_written_tokens,output_tokens,estimated_tokens",
+        "did:plc:ada,1.5,3,3,,,,,,,,,,0,0,0,0,0,0,0",
+        ",0.5,1,1,,,,,,,,,,0,0,0,0,0,0,0",
     ]
     result = json.loads(run("costs", "--by", "day", "--until", "2026-11-03", "--json"))
     assert (result["total_usd"], [each["key"] for each in result["results"]]) == ("2", ["2026-11-02"])
     assert run("costs", "--until", "2026-11-02", "--csv").count("\n") == 1
 
 
+TOKEN_KINDS = ("input", "cached", "cache written", "output", "estimated")
+
+
 def test_costs_by_model_have_tokens() -> None:
-    tokens = {"input_tokens": 900, "cached_tokens": 500, "cache_written_tokens": 300, "output_tokens": 40}
+    tokens = {
+        "input_tokens": 900,
+        "cached_tokens": 500,
+        "cache_written_tokens": 300,
+        "output_tokens": 40,
+        "estimated_tokens": 7,
+    }
     create_token_usage("2026-10-02T10:00", "3", 9, model="claude-opus-4-5", **tokens)
     create_token_usage("2026-10-03T10:00", "1", model="gpt-5")
     create_token_usage("2026-11-03T10:00", "7", model="claude-opus-4-5", **tokens)
     costs.price_usage(now=NOW)
     october = ["--since", "2026-10-01", "--until", "2026-11-01"]
-    assert run("costs", "--by", "model", *october).splitlines() == [
-        "model            hours   USD  calls  input tokens  cached tokens  cache written tokens  output tokens",
-        "claude-opus-4-5         3.00      9           900            500                   300             40",
-        "gpt-5                   1.00      1                                                                  ",
-        "total                   4.00     10           900            500                   300             40",
+    lines = run("costs", "--by", "model", *october).splitlines()
+    assert len({*map(len, lines)}) == 1
+    assert [re.split("  +", line.strip()) for line in lines] == [
+        ["model", "hours", "USD", "calls", *(f"{kind} tokens" for kind in TOKEN_KINDS)],
+        ["claude-opus-4-5", "3.00", "9", "900", "500", "300", "40", "7"],
+        ["gpt-5", "1.00", "1"],
+        ["total", "4.00", "10", "900", "500", "300", "40", "7"],
     ]
     (ada,) = json.loads(run("costs", "--model", "claude-opus-4-5", "--json", *october))["results"]
     assert (ada["key"], ada["usd"], ada["tokens"]["input"], ada["quantities"]) == (ADA, "3", 900, {"llm": "9"})
@@ -166,7 +178,7 @@ def test_costs_names_estimated_and_unpriced_calls() -> None:
         "did:plc:bob      0  1.00                               ",
         "total               4.00          0.125               5",
     ]
-    assert run("costs", "--csv").splitlines()[1].endswith(",9,0.125,5,0,0,0,0")
+    assert run("costs", "--csv").splitlines()[1].endswith(",9,0.125,5,0,0,0,0,0")
     result = json.loads(run("costs", "--json"))
     assert (result["total_estimated_usd"], result["total_unpriced_calls"]) == ("0.125", 5)
     assert [(each["estimated_usd"], each["unpriced_calls"]) for each in result["results"]] == [("0.125", 5), ("0", 0)]

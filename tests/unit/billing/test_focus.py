@@ -7,11 +7,11 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from billing import statements
+from billing import costs, statements
 from billing.focus import charges
 from billing.focus.export import CHUNK_SIZE, find_accounts, format_value, iter_csv, open_month
 from billing.focus.rows import Value, build_account_row, build_charge_rows
-from billing.models import Account, BillableItem, Rate, Statement, Tab, UsageRecord
+from billing.models import Account, BillableItem, Rate, Statement, StatementCharge, StatementLine, Tab, UsageRecord
 from tests.support.billing import (
     ADA,
     BOB,
@@ -156,21 +156,49 @@ def test_a_rate_without_a_price_of_its_own_is_named() -> None:
 
 
 def test_export_of_a_closed_month_never_changes(november: Account) -> None:
+    preliminary = read_focus(export(november, preliminary=True))
     statement = close(november)
-    text = export(november)
-    assert sum_column(read_focus(text)) == statement.total
-    assert {(row["x_Status"], row["ResourceId"]) for row in read_focus(text)} == {("final", "")}
+    texts = [export(november, daily=daily) for daily in (False, True)]
+    for text in texts:
+        assert sum_column(read_focus(text)) == statement.total
+    by_line, by_day = map(read_focus, texts)
+    assert {(row["x_Status"], row["ResourceId"]) for row in by_line} == {("final", "")}
+    assert sorted(map(str, by_day)) == sorted(str(row | {"x_Status": "final"}) for row in preliminary)
     UsageRecord.objects.filter(agent_did=BOB).delete()
     create_time_usage("2026-11-07T10:00", 2 * HOUR, provider="acme")
     create_token_usage("2026-11-03T12:00", "3", 2, provider="acme")
     november.title = "House of agents"
     november.save()
+    Tab.objects.update(project="other")
     advance_and_price(END_OF_DECEMBER)
-    assert export(november) == text
+    assert [export(november, daily=daily) for daily in (False, True)] == texts
+    close(november, DECEMBER)
+    assert [export(november, daily=daily) for daily in (False, True)] == texts
+    costs.reset_costs()
+    assert [export(november, daily=daily) for daily in (False, True)] == texts
 
 
-def test_a_line_whose_costs_have_changed_since_closing_is_one_row_by_day(november: Account) -> None:
+def test_each_line_of_usage_has_charges_that_add_up_to_it_and_corrections_have_none(november: Account) -> None:
+    close(november)
+    create_time_usage("2026-11-07T10:00", 2 * HOUR, provider="acme")
+    create_time_usage("2026-12-07T10:00", 2 * HOUR, provider="acme")
+    advance_and_price(END_OF_DECEMBER)
+    close(november, DECEMBER)
+    kinds = set()
+    for line in StatementLine.objects.all():
+        parts = [*line.charges.all()]
+        kinds.add((line.kind, bool(parts)))
+        if parts:
+            assert sum(part.quantity for part in parts) == line.quantity
+            assert abs(sum(part.usd for part in parts) - line.usd) <= Decimal("0.005")
+    assert kinds == {("usage", True), ("correction", False)}
+
+
+def test_a_changed_line_of_a_version_without_charges_is_one_row_by_day(november: Account) -> None:
     statement = close(november)
+    StatementCharge._base_manager.all().delete()
+    Statement._base_manager.update(has_charges=False)
+    StatementLine._base_manager.update(estimated_tokens=None)
     before = read_focus(export(november, daily=True))
     create_time_usage("2026-11-07T10:00", 2 * HOUR, provider="acme")
     advance_and_price(END_OF_DECEMBER)

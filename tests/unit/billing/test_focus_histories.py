@@ -37,7 +37,6 @@ CHANGES = st.tuples(
 EXPECTED_KINDS = {  # category, class, whether of a lease, and whether within an allowance
     ("Usage", "", True, False),
     ("Usage", "", True, True),
-    ("Usage", "", False, False),
     ("Usage", "Correction", False, False),
     ("Purchase", "", False, False),
     ("Adjustment", "", False, False),
@@ -54,7 +53,7 @@ class History:
 
     account: Account
     agents: list[str]
-    exports: dict[Statement, str] = field(default_factory=dict)
+    exports: dict[Statement, tuple[str, str]] = field(default_factory=dict)  # by line, and by day
 
     def apply(self, month: date, kind: str, agent: int, months_ago: int, day: int, number: int) -> None:
         began = parse_utc(f"{MONTHS[max(MONTHS.index(month) - months_ago, 0)].replace(day=day)}T10:00")
@@ -64,7 +63,7 @@ class History:
         elif kind == "calls":
             create_token_usage(
                 began, str(Decimal(number).scaleb(-9)), 3, agent=did, provider="acme", unpriced=number % 3,
-                model=f"m{number % 2}", input_tokens=number, output_tokens=number % 7,
+                model=f"m{number % 2}", input_tokens=number, output_tokens=number % 7, estimated_tokens=number % 5,
             )  # fmt: skip
         elif first := UsageRecord.objects.filter(agent_did=did).order_by("pk").first():
             UsageRecord.objects.filter(pk=first.pk).delete()
@@ -81,17 +80,17 @@ class History:
         preliminary = read_focus(self.export(month, preliminary=True))
         statement = close_month(self.account, month, now=now)
         assert sum_column(preliminary) == statement.total
-        self.exports[statement] = self.export(month)
+        self.exports[statement] = (self.export(month), self.export(month, daily=True))
 
     def check(self) -> list[Row]:
         """Check the exports of all closed months. Return the rows by day of all of them."""
         rows = []
-        for statement, text in self.exports.items():
+        for statement, (text, daily_text) in self.exports.items():
             assert self.export(statement.month) == text
-            by_day = read_focus(self.export(statement.month, daily=True))
-            by_line = read_focus(text)
+            assert self.export(statement.month, daily=True) == daily_text
+            by_line, by_day = read_focus(text), read_focus(daily_text)
             assert sum_column(by_day) == sum_column(by_line) == statement.total
-            for column in ("x_InputTokens", "x_OutputTokens", "x_UnpricedCalls"):
+            for column in ("x_InputTokens", "x_OutputTokens", "x_EstimatedTokens", "x_UnpricedCalls"):
                 assert sum_by_model(by_day, column) == sum_by_model(by_line, column)
             rows += by_day
         return rows

@@ -22,6 +22,7 @@ from billing.models import (
     PeriodTotal,
     Rate,
     Statement,
+    StatementCharge,
     StatementLine,
     UsageRecord,
 )
@@ -54,7 +55,7 @@ class Ledger(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        for model in (StatementLine, Statement, Credit, CostRecord, PeriodTotal, ModelTotal, Membership):
+        for model in (StatementCharge, StatementLine, Statement, Credit, CostRecord, PeriodTotal, ModelTotal, Membership):
             rows = model._base_manager.all()
             rows.filter(kind="reversal").delete() if model is Credit else None
             rows.delete()

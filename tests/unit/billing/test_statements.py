@@ -170,6 +170,7 @@ def test_month_closed_before_lines_had_a_model_is_corrected_as_a_whole() -> None
     """The statement has 0.01 USD: the line of all models, rounded once."""
     statement = close(get_house_account())
     with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM billing_statementcharge")
         cursor.execute("DELETE FROM billing_statementline")
     line = {"kind": "usage", "for_month": NOVEMBER, "agent_did": ADA, "provider": "docker", "item": "llm"}
     StatementLine.objects.create(statement=statement, quantity=4, usd=USD("0.01"), **line)

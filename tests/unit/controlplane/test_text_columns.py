@@ -36,6 +36,7 @@ from leases.management.base import parse_did
 from leases.models import CONDITION_PATTERN, Lease, LeaseEvent
 from leases.packs import folder
 from sandboxes import audit
+from sandboxes.audit import Actor, ActorKind
 from sandboxes.db.message_fields import LongMessageField, MessageField, fit_column
 from sandboxes.egress.request_filter.requests import MAX_MODEL_CHARACTERS
 from sandboxes.models import OperatorAction, Sweep
@@ -228,6 +229,7 @@ BOUNDS: dict[str, Copy | Limit | Words | Pattern | Requested | str] = {
     "Snapshot.vendor_digest": SHA256,
     "Snapshot.vendor_snapshot": Limit(vendor_snapshots.MAX_NAME_CHARS, "longer ones are not recorded"),
     "StatementLine.item": Limit(8, "Item"), "Sweep.name": Limit(32, "constants"), "Watermark.name": Limit(32, "constants"),
+    "StatementCharge.environment_type": Copy("Tab.environment_type"), "StatementCharge.project": Copy("Tab.project"),
     "Tab.environment_type": Copy("EnvironmentType.name"), "Tab.key_id": Limit(20, "a number of 64 bits"),
     "Tab.project": Copy("Project.name"), "Transition.was": Limit(16, "SandboxState"),
     "UsageRecord.source": Limit(320, "words and two ids"), "UsageRecord.state": Limit(16, "SandboxState"),
@@ -305,7 +307,7 @@ def end_lease(lease: Lease) -> Iterator[str]:
 
 
 def change_audited_row(lease: Lease) -> Iterator[str]:
-    audit.record(lease, "Change lease", HOSTILE, actor=HOSTILE, now=NOW)
+    audit.record(lease, "Change lease", HOSTILE, actor=Actor(HOSTILE, ActorKind.KEY), now=NOW)
     action = OperatorAction.objects.get(action="Change lease")
     yield from (action.detail, action.actor)
 
@@ -340,7 +342,7 @@ def create_in_phase() -> None:
 
 def change_phase() -> None:
     Environment.objects.create(pk="game-3", type_id="catan")
-    lifecycle.set_phase("game-3", "p" * 65)
+    lifecycle.set_phase("game-3", "p" * 65, now=NOW)
 
 
 def parse_overlong_did() -> None:

@@ -96,6 +96,23 @@ def test_failed_call_is_recorded_as_failed(litellm: LiteLLM, model: str, path: s
     assert record["error"]
 
 
+@pytest.mark.django_db
+def test_stream_that_fails_before_its_answer_is_billed_with_that_of_the_fallback(litellm: LiteLLM) -> None:
+    call_id, answer = litellm.ask("gpt-breaking", stream=True)
+    assert all(piece.strip() in answer.text for piece in ANSWER_CHUNKS), answer.text
+    wait_until(lambda: len([*litellm.records(call_id)]) == 2, "both attempts are recorded")
+    costs = {record["status"]: parse_usd(record["cost"]) for record in litellm.records(call_id)}
+    assert costs == {"failure": WHOLE, "success": WHOLE}
+    assert len({record["response"] for record in litellm.records(call_id)}) == 2
+    row = LlmCall.objects.create(
+        call_id=call_id, started_at=NOW - MINUTE, deadline_at=NOW, ended_at=NOW, model="gpt-breaking", outcome="ok"
+    )
+    lines = [json.dumps(record).encode() for record in litellm.records(call_id)]
+    records.apply_lines([*lines, *lines], now=NOW)
+    row.refresh_from_db()
+    assert (row.cost, row.priced) == (2 * WHOLE, "record")
+
+
 def test_unknown_model_is_recorded_as_failed(litellm: LiteLLM) -> None:
     call_id, answer = litellm.ask("no-such-model")
     assert answer.status_code == 400

@@ -1,5 +1,6 @@
 """Exactly-once ingestion of LiteLLM's records, across rotation, concurrent readers and crashes."""
 
+import itertools
 import json
 import os
 import shutil
@@ -94,8 +95,69 @@ def test_record_replaces_any_other_price(file: Path, priced: str) -> None:
     assert shown()[:2] == (Decimal("0.001"), "record")
 
 
+BILLED_FAILURE = {
+    "status": "failure",
+    "error": "APIError",
+    "response": f"{1:032x}",
+    "input": 500,
+    "output": 10,
+    "cost": 0.00052,
+}
+ATTEMPTS = [record(**BILLED_FAILURE), record(response="chatcmpl-1", cost=0.0011), record(response="chatcmpl-2", cost=0.003)]
+SUM_OF_ATTEMPTS = Decimal("0.00462")
+
+
+@pytest.mark.parametrize("outcome", ["ok", "cut", "open", "failed"])
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_costs_of_different_attempts_of_a_call_are_added_however_often_each_is_recorded(
+    file: Path, order: tuple[int, ...], passes: int, outcome: str
+) -> None:
+    call(outcome=outcome, ended_at=None if outcome == "open" else NOW - MINUTE / 2, cost=Decimal("0.7"), priced="estimate")
+    lines = [ATTEMPTS[number] for number in order]
+    for start in range(passes):
+        append(file, *lines[start::passes], *lines[: start + 1])
+        collect(file)
+    assert shown()[:2] == (SUM_OF_ATTEMPTS, "record")
+    append(file, *lines)
+    collect(file)
+    assert shown()[:2] == (SUM_OF_ATTEMPTS, "record")
+
+
+@pytest.mark.parametrize("priced", ["upstream", "rate", "estimate"])
+def test_billed_failed_attempt_adds_to_the_price_of_an_answer_whose_record_is_missing(file: Path, priced: str) -> None:
+    call(cost=Decimal("0.7"), priced=priced)
+    append(file, ATTEMPTS[0], ATTEMPTS[0])
+    collect(file)
+    assert shown()[:2] == (Decimal("0.70052"), "record")
+    append(file, ATTEMPTS[1])
+    collect(file)
+    assert shown()[:2] == (Decimal("0.00162"), "record")
+
+
+def test_failed_record_with_less_output_keeps_the_price_of_the_reported_usage_of_a_failed_call(file: Path) -> None:
+    call(outcome="failed", cost=Decimal("0.7"), priced="rate", input_tokens=500, output_tokens=11)
+    append(file, ATTEMPTS[0])
+    collect(file)
+    assert shown()[:2] == (Decimal("0.7"), "rate")
+
+
+def test_record_of_a_callback_that_names_no_response_is_one_attempt_by_status(file: Path) -> None:
+    call()
+    append(file, record(cost=0.002), record(cost=0.001), record(**{**BILLED_FAILURE, "response": ""}))
+    collect(file)
+    assert shown()[:2] == (Decimal("0.00252"), "record")
+
+
+def test_call_recorded_by_a_version_that_named_no_attempts_keeps_its_dearest_record(file: Path) -> None:
+    call(cost=Decimal("0.002"), priced="record", recorded_at=NOW)
+    append(file, record(response="chatcmpl-1", cost=0.002), record(response="chatcmpl-1", cost=0.001))
+    collect(file)
+    assert shown()[:2] == (Decimal("0.002"), "record")
+
+
 @pytest.mark.parametrize("order", [1, -1])
-def test_highest_cost_of_several_attempts_counts_in_any_order(file: Path, order: int) -> None:
+def test_highest_cost_of_several_records_of_an_attempt_counts_in_any_order(file: Path, order: int) -> None:
     call(outcome="open", ended_at=None)
     failed = record(status="failure", error="APIError", input=None, cached=None, output=None, cost=0.0)
     append(file, *[failed, record(cost=0.002), record(cost=0.001)][::order])

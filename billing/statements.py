@@ -100,7 +100,8 @@ def _check_month_complete(begin: date, end: date, now: datetime) -> None:
         raise MonthNotClosable(
             f"{format_month(begin)} is not metered up to its end yet. Run `manage.py meter`, or wait for its sweep."
         )
-    if Unpriced.objects.filter(day__lt=end).exists() or not ModelTotal.are_derived():
+    has_totals = ModelTotal.are_derived() or not CostRecord.objects.exists()  # none before the first day is priced
+    if Unpriced.objects.filter(day__lt=end).exists() or not has_totals:
         raise MonthNotClosable(f"Usage up to the end of {format_month(begin)} is not priced yet. Wait for the next sweep.")
 
 

@@ -17,7 +17,7 @@ from django.utils import timezone
 from django_otp.plugins.otp_totp.models import TOTPDevice
 
 from billing import budgets
-from billing.models import Budget, Watermark
+from billing.models import Budget
 from controlplane.console.sign_in import throttle
 from controlplane.console.sign_in.models import SignInThrottle
 from leases import api_keys
@@ -239,15 +239,14 @@ def mark_as_restored() -> None:
     Installation.objects.update(generation=0)
 
 
-def price_nothing() -> None:
-    Watermark.objects.create(name="costs", at=timezone.now())
+def meter_nothing() -> None:
     advance_and_price(timezone.now())
 
 
 # Commands that need a state in which others are refused, or which takes time.
 PREPARATIONS: dict[str, Callable[[], object]] = {
     "installation": mark_as_restored,
-    "statements": price_nothing,
+    "statements": meter_nothing,
 }
 
 

@@ -85,6 +85,17 @@ def uncertain_november(db: None) -> None:
 # --- closing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.django_db
+def test_month_of_an_installation_without_any_usage_is_closed() -> None:
+    metering.meter_usage(now=DECEMBER)
+    price()
+    assert (close(get_house_account()).total, Watermark.objects.filter(name="costs").count()) == (0, 1)
+    create_rate("time", "1")
+    create_time_usage("2026-12-02T22:00", HOUR, provider="acme")
+    price(JANUARY)
+    assert close(get_house_account(), parse_day("2026-12-01"), JANUARY).total == 1
+
+
 @pytest.mark.usefixtures("uncertain_november")
 def test_statement_names_the_estimated_and_unpriced_calls_of_its_month() -> None:
     statement = close(get_house_account())

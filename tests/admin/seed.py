@@ -306,7 +306,9 @@ def _seed_llm_calls(now: datetime) -> None:
         create_rates("gpt-4o-mini*", input=usd, cache_read="0.075", output="0.6", since=since)
     lease = _acquire_used_lease(ADA, "essay", now - 2 * HOUR)
     limits = {"usd": Decimal("0.005"), "tokens": 200_000}
-    call_limits.change_call_limits(lease.pk, limits, now=now - HOUR, actor="operator", detail="it writes long essays")
+    call_limits.change_call_limits(
+        lease.pk, limits, now=now - HOUR, actor=console_user("operator"), detail="it writes long essays"
+    )
     for number, (outcome, status, code, priced) in enumerate((
         ("ok", 200, "", "record"), ("ok", 200, "", "upstream"), ("ok", 200, "", "rate"), ("ok", 200, "", ""),
         ("cut", 200, "caller_gone", "rate"), ("failed", 502, "upstream_failed", ""), ("lost", None, "", ""),

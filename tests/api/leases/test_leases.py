@@ -123,8 +123,9 @@ def test_an_elapsed_lease_is_shown_as_expired_before_any_sweep(ada: ApiClient, l
     assert ada.post(f"leases/{lease['id']}/release").json()["end_reason"] == "ttl"
 
 
-# exec/stream needs real transactions: tests/api/sandbox/test_streams.py.
-OTHER_PATHS = ("/processes/", "/fork", "/exec/stream")
+# exec/stream needs real transactions: tests/api/sandbox/test_streams.py. The limits on calls need an operator's key:
+# tests/api/billing/test_llm_calls.py.
+OTHER_PATHS = ("/processes/", "/fork", "/exec/stream", "/calls/limits")
 
 
 @pytest.mark.parametrize(

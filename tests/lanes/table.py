@@ -72,10 +72,10 @@ FAST = (
     ),
     Part(
         "races", ("tests/races", "tests/machines", "tests/unit/billing"), f"{NO_SERVICE} and postgres and not matrix", POSTGRES,
-        240, containing=IN_NEED_OF_POSTGRES,
+        260, containing=IN_NEED_OF_POSTGRES,
     ),
     Part("domain", DOMAIN_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 200, ignored=(REMOTE_PATH,)),
-    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 240),
+    Part("layers", LAYER_PATHS, f"{NO_SERVICE} and not postgres and not matrix", SQLITE, 265),
 )  # fmt: skip
 
 MATRIX = (

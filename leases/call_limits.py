@@ -9,13 +9,14 @@ from uuid import UUID
 
 from django.db import transaction
 
-from leases.models import Lease, LeaseEvent, LeaseStatus
+from leases import leasing
+from leases.models import Lease, LeaseEvent
 from sandboxes import audit
 from sandboxes.audit import CONTROL_PLANE, Actor
 from sandboxes.call_limits import CallLimits
 from sandboxes.pool import allocation
 
-MAX_TOKEN_LIMIT = 2**62
+REQUEST_FIELDS = {"limit": "usd", "token_limit": "tokens"}  # limits by field of requests and forms
 
 
 def change_call_limits(
@@ -25,12 +26,11 @@ def change_call_limits(
 
     None removes a limit, and a limit that is not among the changes stays.
     Applies from the next model call. The lease's current sandbox is updated in the same transaction; a later sandbox reads
-    the limits from the lease. An ended lease is not changed."""
+    the limits from the lease. Raise LeaseEnded or Lease.DoesNotExist."""
     with transaction.atomic():
         # A claim of a sandbox also locks this row and reads the limits afterwards, so it cannot miss the change.
-        lease = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk, status=LeaseStatus.ACTIVE).first()
-        if lease is None:
-            return False
+        locked = Lease.objects.select_for_update(no_key=True, of=("self",)).filter(pk=pk).first()
+        lease = leasing.check_active(locked, now=now)
         before = CallLimits.of(lease)
         limits = replace(before, **changes)
         if limits == before:
@@ -48,15 +48,15 @@ def change_call_limits(
 def _describe_change(before: CallLimits, after: CallLimits) -> str:
     changes = []
     if after.usd != before.usd:
-        changes.append(f"{format_usd_limit(after.usd)} instead of {format_usd_limit(before.usd)}")
+        changes.append(f"{_describe_usd(after.usd)} instead of {_describe_usd(before.usd)}")
     if after.tokens != before.tokens:
-        changes.append(f"{format_token_limit(after.tokens)} instead of {format_token_limit(before.tokens)}")
+        changes.append(f"{_describe_tokens(after.tokens)} instead of {_describe_tokens(before.tokens)}")
     return ", ".join(changes)
 
 
-def format_usd_limit(limit: Decimal | None) -> str:
+def _describe_usd(limit: Decimal | None) -> str:
     return "no spend limit" if limit is None else f"{limit.normalize():f} USD"
 
 
-def format_token_limit(limit: int | None) -> str:
+def _describe_tokens(limit: int | None) -> str:
     return "no token limit" if limit is None else f"{limit} tokens"

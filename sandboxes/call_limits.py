@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Protocol
+from typing import Literal, Protocol
+
+CallUnit = Literal["usd", "tokens"]
+COLUMNS = {"usd": "llm_limit", "tokens": "llm_token_limit"}  # of the tables with limits
+MAX_TOKENS = 2**62  # with the tokens of a call, within the range of the column
 
 
 class CallLimitColumns(Protocol):
@@ -26,7 +30,7 @@ class CallLimits:
     @property
     def columns(self) -> dict[str, Decimal | int | None]:
         """The limits by column."""
-        return {"llm_limit": self.usd, "llm_token_limit": self.tokens}
+        return {column: getattr(self, unit) for unit, column in COLUMNS.items()}
 
 
 UNLIMITED = CallLimits()

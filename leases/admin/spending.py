@@ -15,6 +15,7 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from billing import budgets
 from leases import call_limits
+from leases.call_limits import REQUEST_FIELDS
 from leases.models import Lease, LeaseStatus
 from sandboxes.admin.base.actions import AdminAction, ReasonForm
 from sandboxes.admin.base.changelist import parse_uuid
@@ -23,14 +24,13 @@ from sandboxes.admin.base.formatting import SummaryField, format_usd, render_met
 from sandboxes.admin.egress_connections import build_connections_url
 from sandboxes.admin.llm_calls import StartedWithinFilter, build_calls_field, build_model_cost_field, build_tokens_field
 from sandboxes.audit import Actor
+from sandboxes.call_limits import MAX_TOKENS, CallLimits
 from sandboxes.db import database_time
 from sandboxes.egress.totals import calculate_totals
 from sandboxes.formatting import format_bytes
 from sandboxes.models import EgressConnection, LlmCall
 
 USD_FIELD = Lease._meta.get_field("llm_limit")
-LIMIT_COLUMNS = {"limit": "llm_limit", "token_limit": "llm_token_limit"}  # by field of the form
-NAMES = {"limit": "usd", "token_limit": "tokens"}  # in CallLimits, by field of the form
 RECENT_PERIOD = "30d"  # bounds the query: an agent may have any number of older calls
 
 
@@ -52,7 +52,7 @@ class CallLimitsForm(ReasonForm):
     token_limit = forms.IntegerField(
         required=False,
         min_value=0,
-        max_value=call_limits.MAX_TOKEN_LIMIT,
+        max_value=MAX_TOKENS,
         show_hidden_initial=True,
         label="Token limit",
         widget=UnfoldAdminTextInputWidget({"autocomplete": "off", "inputmode": "numeric"}),
@@ -63,13 +63,14 @@ class CallLimitsForm(ReasonForm):
         super().__init__(*args, **kwargs)
         pk = parse_uuid(unquote(self.object_id or ""))
         self.lease = Lease.objects.filter(pk=pk).first() if pk else None
-        for name, column in LIMIT_COLUMNS.items():  # an empty form would remove the limits
-            self.fields[name].initial = self.lease and getattr(self.lease, column)
+        limits = CallLimits.of(self.lease) if self.lease else CallLimits()
+        for name, unit in REQUEST_FIELDS.items():  # an empty form would remove the limits
+            self.fields[name].initial = getattr(limits, unit)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The reason, and the limits that the operator has changed: others keep concurrent changes."""
-        changes = {NAMES[name]: self.cleaned_data[name] for name in self.changed_data if name in NAMES}
+        changes = {REQUEST_FIELDS[name]: self.cleaned_data[name] for name in self.changed_data if name in REQUEST_FIELDS}
         return {"reason": self.cleaned_data["reason"], "changes": changes}
 
     def get_before_template_context(self, request: HttpRequest, object_id: str | None = None) -> dict[str, Any]:
@@ -93,12 +94,9 @@ SET_CALL_LIMITS_ACTION = AdminAction(
     title="Set limits on model calls",
     warning="The limits apply from the next model call. Calls in progress continue.",
     done="updated with the new limits",
-    refusal_reason="no longer active",
+    refusal_reason="the lease already has these limits",
     legal=lambda lease: lease.status == LeaseStatus.ACTIVE,
     verb=_change_call_limits,
-    explain_refusal=lambda lease: (
-        "the lease already has these limits" if lease.status == LeaseStatus.ACTIVE else "no longer active"
-    ),
     icon="savings",
     permissions=("leases.end_lease",),
     button="Call limits",

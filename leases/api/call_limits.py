@@ -16,9 +16,9 @@ from leases.api.base.permissions import CanAccessLease, HasKey, OperatorWrites
 from leases.api.base.views import ApiRequest, LeaseApiView
 from leases.api.llm_calls import format_usd
 from leases.models import Lease
+from sandboxes.call_limits import MAX_TOKENS
 
 USD_COLUMN = Lease._meta.get_field("llm_limit")
-FIELDS = {"limit": "usd", "token_limit": "tokens"}  # of the request, and the limit that each sets
 
 
 class CallLimitsChangeSerializer(StrictSerializer):
@@ -27,7 +27,7 @@ class CallLimitsChangeSerializer(StrictSerializer):
         allow_null=True, help_text="USD for all model calls of the lease, past ones included. Null: no limit.",
     )  # fmt: skip
     token_limit = StrictIntegerField(
-        min_value=0, max_value=call_limits.MAX_TOKEN_LIMIT, required=False, allow_null=True,
+        min_value=0, max_value=MAX_TOKENS, required=False, allow_null=True,
         help_text="Input and output tokens of all model calls of the lease, past ones included. Null: no limit.",
     )  # fmt: skip
 
@@ -59,10 +59,8 @@ class CallLimitsView(LeaseApiView):
 
         A limit that the request does not name stays. The lease's events have the change. Operator keys only."""
         data = self.validate_body(CHANGE_SERIALIZER)
-        changes = {FIELDS[name]: value for name, value in data.items()}
-        self.require_active()
-        if not call_limits.change_call_limits(pk, changes, now=self.now, actor=self.actor):
-            self.require_active()  # the lease may have ended meanwhile
+        changes = {call_limits.REQUEST_FIELDS[name]: value for name, value in data.items()}
+        call_limits.change_call_limits(pk, changes, now=self.now, actor=self.actor)
         return Response(serialize_call_limits(Lease.objects.only("llm_limit", "llm_token_limit").get(pk=pk)))
 
 

@@ -9,6 +9,7 @@ from django.db import models
 from django.db.models import Q, Value
 from django.utils import timezone
 
+from leases.coding.forges.base import MAX_URL_CHARS
 from leases.projects.models import DEFAULT_PROJECT_ID, Project
 from sandboxes.db.message_fields import MessageField
 from sandboxes.db.prefix_index import PrefixIndex
@@ -123,7 +124,7 @@ class CodingTask(models.Model):
     proposal_title = models.CharField(max_length=200, blank=True)
     proposal_body = models.TextField(blank=True)
     pull_request_number = models.PositiveIntegerField(null=True, blank=True)
-    pull_request_url = MessageField(max_length=500, blank=True)
+    pull_request_url = models.CharField(max_length=MAX_URL_CHARS, blank=True)
     submissions = models.PositiveIntegerField(default=0)
     refusals = models.JSONField(default=list, blank=True, help_text="Reasons why the last submission was refused.")
     created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing

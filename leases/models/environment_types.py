@@ -4,10 +4,11 @@ from datetime import timedelta
 from typing import Any
 
 from django.core.exceptions import ValidationError
-from django.core.validators import MinValueValidator, RegexValidator
+from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
 from django.db.models import F, Q
 
+from sandboxes.call_limits import MAX_TOKENS
 from sandboxes.db import durations
 from sandboxes.models import Policy, Pool
 from sandboxes.models.resource_limits import ResourceLimits
@@ -125,7 +126,8 @@ class EnvironmentType(ResourceLimits):
         verbose_name="spend limit", help_text="Model-call budget of each new lease, USD. Empty: no limit.",
     )  # fmt: skip
     llm_token_limit = models.BigIntegerField(
-        null=True, blank=True, validators=[MinValueValidator(0)], verbose_name="token limit",
+        null=True, blank=True, validators=[MinValueValidator(0), MaxValueValidator(MAX_TOKENS)],
+        verbose_name="token limit",
         help_text="Input and output tokens of the model calls of each new lease. Empty: no limit.",
     )  # fmt: skip
     open_to_project = models.BooleanField(

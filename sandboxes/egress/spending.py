@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
-from typing import Literal
 from uuid import UUID
 
-from sandboxes.call_limits import CallLimits
+from sandboxes.call_limits import CallLimits, CallUnit
 from sandboxes.egress.refusals import CallRefused
 
 
@@ -42,7 +41,6 @@ class Funds:
 NO_LIMIT = Funds()
 # Check of the budgets of a lease, in the admitting transaction. Raise CallRefused.
 BudgetCheck = Callable[[CallReservation, datetime], Funds]
-CallUnit = Literal["usd", "tokens"]
 # Sum of a lease's ended calls and the reservations of its open ones, in a unit.
 LeaseSum = Callable[[UUID, CallUnit], Decimal]
 
@@ -72,8 +70,10 @@ def require_funds(call: CallReservation, limits: CallLimits, *, now: datetime) -
     free of charge passes the limits in USD, and a call without tokens those in tokens."""
     if call.usd == 0 and call.tokens == 0:
         return NO_LIMIT
-    usd = _check_usd_limit(call, limits.usd) if limits.usd is not None and call.usd != 0 else None
-    tokens = _check_token_limit(call, limits.tokens) if limits.tokens is not None and call.tokens else None
+    if limits.usd is not None and call.usd is None:
+        raise build_not_priced_refusal(call.model)
+    usd = _check_limit("usd", call.holder, call.usd, limits.usd)
+    tokens = _check_limit("tokens", call.holder, Decimal(call.tokens), limits.tokens)
     budgets = _check_budgets(call, now)
     return Funds(
         has_limit=budgets.has_limit or usd is not None or tokens is not None,
@@ -86,20 +86,11 @@ def _get_smaller(first: Decimal | None, second: Decimal | None) -> Decimal | Non
     return min((rest for rest in (first, second) if rest is not None), default=None)
 
 
-def _check_usd_limit(call: CallReservation, limit: Decimal) -> Decimal:
-    """Return what remains of the lease's limit in USD. Raise CallRefused."""
-    if call.usd is None:
-        raise build_not_priced_refusal(call.model)
-    return _check_limit("usd", call.holder, call.usd, limit)
-
-
-def _check_token_limit(call: CallReservation, limit: int) -> Decimal:
-    """Return what remains of the lease's limit in tokens. Raise CallRefused."""
-    return _check_limit("tokens", call.holder, Decimal(call.tokens), Decimal(limit))
-
-
-def _check_limit(unit: CallUnit, holder: UUID, needed: Decimal, limit: Decimal) -> Decimal:
-    spent = _sum_lease(holder, unit)
+def _check_limit(unit: CallUnit, holder: UUID, needed: Decimal | None, maximum: Decimal | int | None) -> Decimal | None:
+    """Return what remains of a limit of the lease, or None if it does not apply. Raise CallRefused."""
+    if maximum is None or not needed:
+        return None
+    limit, spent = Decimal(maximum), _sum_lease(holder, unit)
     if spent < limit and spent + needed <= limit:
         return limit - spent - needed
     code = "spend_limit_reached" if unit == "usd" else "token_limit_reached"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+MAX_URL_CHARS = 1000  # of a pull request
 State = Literal["open", "merged", "closed"]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from leases.coding.forges.base import ForgeError, PullRequest, State
+from leases.coding.forges.base import MAX_URL_CHARS, ForgeError, PullRequest, State
 from leases.service_urls import join_url
 from sandboxes import http_calls
 from sandboxes.http_calls import CallFailed
@@ -108,8 +108,9 @@ guard_reads(GitHubForge, ("open_pull_request", "pull_request"), known=(ForgeErro
 
 def _read_pull_request(row: dict[str, Any]) -> PullRequest:
     """Raise an exception of any kind for a row of another form."""
-    if type(row["number"]) is not int or not 0 < row["number"] < 1 << 31 or not isinstance(row["html_url"], str):
+    number, url = row["number"], row["html_url"]
+    if type(number) is not int or not 0 < number < 1 << 31 or not isinstance(url, str) or len(url) > MAX_URL_CHARS:
         raise ValueError("a pull request without a number or a URL")
     merged = bool(row.get("merged") or row.get("merged_at"))
     state: State = "merged" if merged else "closed" if row["state"] == "closed" else "open"
-    return PullRequest(row["number"], row["html_url"], state, str(row.get("merge_commit_sha") or "")[:64] if merged else "")
+    return PullRequest(number, url, state, str(row.get("merge_commit_sha") or "")[:64] if merged else "")

@@ -20,10 +20,10 @@ from leases.management.limit_options import NO_LIMIT
 from leases.models import EnvironmentType, Lease, LeaseStatus
 from leases.placement import find_type
 from sandboxes.audit import COMMAND_LINE
+from sandboxes.call_limits import COLUMNS
 from sandboxes.db import database_time
 
 LIMIT_FIELDS = {field.name: field for field in EnvironmentType._meta.concrete_fields}
-LIMIT_COLUMNS = {"usd": "llm_limit", "tokens": "llm_token_limit"}  # by option
 
 
 class Command(BaseCommand):
@@ -92,11 +92,10 @@ class Command(BaseCommand):
         pk, now = parse_lease_id(options["lease"]), database_time.now()
         changes = {
             name: _parse_limit(f"--{name}", column, options[name])
-            for name, column in LIMIT_COLUMNS.items()
+            for name, column in COLUMNS.items()
             if options[name] is not None
         }
         if changes:
-            leasing.require_active(pk, now=now)
             call_limits.change_call_limits(pk, changes, now=now, actor=COMMAND_LINE)
         document = serialize_call_limits(Lease.objects.get(pk=pk))
         usd, tokens = (NO_LIMIT if value is None else value for value in document.values())

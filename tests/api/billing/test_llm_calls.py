@@ -102,7 +102,7 @@ def test_an_operator_sets_each_limit_and_leaves_the_other(operator: ApiClient, a
     [
         ({}, "limit"), ({"limit": 5}, "limit"), ({"limit": "-1"}, "limit"), ({"limit": "0.0000000001"}, "limit"),
         ({"limit": "NaN"}, "limit"), ({"token_limit": "7"}, "token_limit"), ({"token_limit": 1.5}, "token_limit"),
-        ({"token_limit": -1}, "token_limit"), ({"token_limit": 2**63}, "token_limit"), ({"tokens": 1}, "tokens"),
+        ({"token_limit": -1}, "token_limit"), ({"token_limit": 2**62 + 1}, "token_limit"), ({"tokens": 1}, "tokens"),
     ],
 )  # fmt: skip
 def test_an_invalid_limit_names_its_field(operator: ApiClient, lease, change: dict, field: str) -> None:

@@ -27,6 +27,7 @@ from leases.api.process_fields import NewProcessSerializer
 from leases.api.shells import NewShellSerializer
 from leases.api.snapshots import NewSnapshotSerializer
 from leases.atproto import records, service
+from leases.coding.forges.base import MAX_URL_CHARS
 from leases.environments import lifecycle
 from leases.environments.entry import add_participants
 from leases.environments.models import Environment, Participant
@@ -180,6 +181,7 @@ BOUNDS: dict[str, Copy | Limit | Words | Pattern | Requested | str] = {
     "CodingTask.base_commit": COMMIT, "CodingTask.head_commit": COMMIT, "CodingTask.pushing_commit": COMMIT,
     "CodingTask.branch": Limit(128, "prefix, 100 characters of the environment's id, 8 of a digest"),
     "CodingTask.proposal_title": Requested(SubmissionSerializer, "title"),
+    "CodingTask.pull_request_url": Limit(MAX_URL_CHARS, "checked by the forge; of a bare repository a path and a branch"),
     "CodingTask.test_command": Requested(NewCodingTaskSerializer, "test_command"),
     "CodingTask.title": Requested(NewCodingTaskSerializer, "title"),
     "CostRecord.whole": Limit(40, "quantity of a usage record: two numbers of 64 bits multiplied"),

@@ -121,7 +121,13 @@ def test_a_slow_service_is_asked_again_later(
         call(receiver.url)
 
 
-@pytest.mark.parametrize("body", [each.body for each in UNREADABLE_ANSWERS.values()] + [b'[{"head": 1}]', b'{"number": true}'])
+OVERLONG_URL = b'{"number": 1, "state": "open", "html_url": "https://forge.example/%s"}' % (b"x" * 1000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [*(each.body for each in UNREADABLE_ANSWERS.values()), b'[{"head": 1}]', b'{"number": true}', OVERLONG_URL],
+)
 def test_an_answer_that_cannot_be_read_is_asked_for_again_later(receiver: WebhookReceiver, body: bytes) -> None:
     receiver.answer = answer(200, body)
     forge, server = github.GitHubForge(receiver.url, "a/b", ""), atproto.RepositoryService(receiver.url)

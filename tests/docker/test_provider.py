@@ -28,7 +28,7 @@ from sandboxes.providers.docker import commands, engine
 from sandboxes.providers.docker.engine import Cgroup, Engine
 from sandboxes.providers.docker.exec_stream import EngineExec
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
-from sandboxes.providers.errors import Missing, Rejected, Stopped, Unavailable
+from sandboxes.providers.errors import Missing, Rejected, Stopped, TooLarge, Unavailable
 from sandboxes.runs.operations import Command
 from sandboxes.sweeps import reconciliation
 from tests.conftest import DOCKER_IMAGE, MINUTE, NOW
@@ -306,6 +306,29 @@ def kill_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, age
 
 
 CLEARED_ENVIRONMENT = "(env -i setsid sh -c 'sleep 300 & exec sleep 300' &) & sleep 300"
+
+
+def read_beyond_the_limit(box: Box) -> None:
+    with pytest.raises(TooLarge):
+        b"".join(box.provider.get_files(box.ref, "/data", max_bytes=1 << 20))
+
+
+def exceed_the_time(box: Box) -> None:
+    done = run_with_growing_timeouts(lambda seconds: box.run("cat", "/dev/zero", seconds=seconds), lambda done: done.stdout)
+    assert (done.timed_out, done.truncated, {*done.stdout}) == (True, True, {0})
+
+
+@pytest.mark.parametrize("interrupt", [read_beyond_the_limit, exceed_the_time])
+def test_program_that_writes_is_killed_alone(
+    box: Box, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[Box], None]
+) -> None:
+    by_reaper_inside(monkeypatch)
+    box.run("sh", "-c", "head -c 40000000 /dev/zero > /data/zeros")
+    started = [docker("inspect", "--format", "{{.State.StartedAt}}", box.ref)]
+    interrupt(box)
+    assert box.run("true").exit_code == 0
+    started.append(docker("inspect", "--format", "{{.State.StartedAt}}", box.ref))
+    assert started[0] == started[1]  # the last resort, a kill of the container, was not needed
 
 
 @pytest.mark.parametrize(

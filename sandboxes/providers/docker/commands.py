@@ -159,7 +159,8 @@ class ContainerCommandProvider(AgentCommandProvider):
                 exit_code, was_started = run.wait()
                 timed_out = False
             except TimeoutError:
-                self._kill(run)
+                with run.draining(out, err):
+                    self._kill(run)
                 exit_code, was_started, timed_out = 137, True, True
                 run.deadline = time.monotonic() + 1
                 with contextlib.suppress(TimeoutError):  # collect output written before the kill
@@ -203,7 +204,7 @@ class ContainerCommandProvider(AgentCommandProvider):
             except Conflict:
                 raise  # the exec never started
             except BaseException:
-                with contextlib.suppress(ProviderError):
+                with contextlib.suppress(ProviderError), run.draining(BoundedBuffer(0), BoundedBuffer(0)):
                     self._kill(run)
                 raise
 

@@ -1,8 +1,10 @@
 """Streaming of an exec's stdin and output over one connection to a Docker Engine."""
 
+import contextlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -12,6 +14,7 @@ from sandboxes.providers.errors import Missing
 from sandboxes.providers.streams import BoundedBuffer
 
 CHUNK_BYTES = 1 << 18
+DRAIN_INTERVAL_SECONDS = 0.1  # between two looks whether the reader is still needed
 
 
 class EngineExec:
@@ -73,6 +76,33 @@ class EngineExec:
         """Read both streams to their end into size-limited buffers. Raise TimeoutError at the deadline."""
         for stream, chunk in self.frames():
             (err if stream == 2 else out).add(chunk)
+
+    @contextlib.contextmanager
+    def draining(self, out: "BoundedBuffer", err: "BoundedBuffer") -> Iterator[None]:
+        """Read both streams during the block, in a thread.
+
+        The engine reports no end of another exec in the container before it has passed on the output of a program that was
+        killed."""
+        if not self._open:  # there may never be any output
+            yield
+            return
+        ended = threading.Event()
+        self.idle_timeout = None
+
+        def drain() -> None:
+            while not ended.is_set():
+                self.deadline = time.monotonic() + DRAIN_INTERVAL_SECONDS
+                with contextlib.suppress(TimeoutError):
+                    self.collect(out, err)
+                    return
+
+        thread = threading.Thread(target=drain, name="drain-exec", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def wait(self) -> tuple[int, bool]:
         """Wait for the exit. Return (exit code, whether the program was started). Raise TimeoutError at the deadline."""

@@ -20,6 +20,7 @@ WAITING_SLOTS = 3  # parts that wait for containers and processes most of their 
 LOOK_SECONDS, PROGRESS_SECONDS = 0.5, 20.0
 NICENESS_OF_BUSY_PARTS = 5
 COMPILED_PATHS = ("controlplane", "leases", "billing", "sandboxes", "tests/support", "tests/emulators")
+FULL_SEARCH_OPTIONS = ("-o", "faulthandler_timeout=5400")  # seconds of one test, which has up to 30 times the examples
 NO_TEST_SELECTED = 5  # exit status of pytest
 
 
@@ -99,11 +100,12 @@ class Run:
         log, accounting = self._directory / f"{part.name}.log", self._directory / f"{part.name}.jsonl"
         environment = os.environ | {VARIABLE: str(accounting)}
         environment.pop("DATABASE_URL", None)
-        if self._full_search:
-            environment["TEST_SEARCH"] = "full"
         if part.database == POSTGRES:
             environment["DATABASE_URL"] = create_database(f"{part.name.replace('-', '_')}_{os.getpid()}")
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.lanes.accounting", *part.build_arguments(), *self._arguments]
+        if self._full_search:
+            environment["TEST_SEARCH"] = "full"
+            argv += FULL_SEARCH_OPTIONS
         with log.open("wb") as output:
             process = subprocess.Popen(
                 argv, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,

@@ -937,8 +937,8 @@ MUTANTS = (
     Mutant(
         name="token-limit-in-usd",
         path="sandboxes/egress/spending.py",
-        before="spent = _sum_lease(holder, unit)",
-        after='spent = _sum_lease(holder, "usd")',
+        before="_sum_lease(holder, unit)",
+        after='_sum_lease(holder, "usd")',
         tests=[f"{TEST_CALL_ADMISSION}::test_token_limit_counts_calls_in_flight_and_metered_ones_once"],
     ),
     Mutant(

@@ -339,7 +339,7 @@ class ContainerCommandProvider(AgentCommandProvider):
             return False
         try:
             cgroup = self._engine.cgroup(ref)
-            if cgroup is None:
+            if cgroup is None or not self._engine.container_id(ref):
                 return False
             reap.kill_tree(mark, gid, pids=lambda: map(int, cgroup.processes.read_text().split()))
         except (OSError, Unavailable):  # OSError includes TimeoutError

@@ -211,7 +211,7 @@ class Engine:
                 return cached
         inspected = self.call("GET", f"/containers/{ref}/json")
         pid = inspected["State"]["Pid"]
-        cgroup = _find_cgroup(pid, inspected["Id"]) if pid and shares_kernel(inspected) else None
+        cgroup = _find_cgroup(pid, inspected["Id"]) if pid else None
         # A container that has just stopped is not invisible, which would be remembered.
         if cgroup is None and (not pid or self.call("GET", f"/containers/{ref}/json")["State"]["Pid"] != pid):
             self.cgroups.pop(ref, None)

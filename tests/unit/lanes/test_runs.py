@@ -73,6 +73,22 @@ def test_a_part_has_the_outcome_and_cost_of_each_test(suite: Part, tmp_path: Pat
     assert "test_suite.py::test_fails_at_its_end" in result.output
 
 
+TIMES = """
+import os
+
+def test_times(pytestconfig):
+    assert False, (os.environ.get("TEST_SEARCH"), pytestconfig.getini("faulthandler_timeout"))
+"""
+
+
+def test_a_test_with_a_full_search_has_more_time(suite: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_SEARCH", raising=False)
+    (tmp_path / "test_suite.py").write_text(TIMES)
+    for full, expected in ((False, "(None, 0.0)"), (True, "('full', 5400.0)")):
+        [result] = Run(tmp_path, full_search=full).execute([replace(suite, marks="times")], lambda result: None)
+        assert f"AssertionError: {expected}" in result.output
+
+
 def test_parts_run_side_by_side_and_each_has_its_result(suite: Part, tmp_path: Path) -> None:
     parts = [replace(suite, name=name, marks="passes", waits=name == "waits") for name in ("first", "second", "waits")]
     results = run(tmp_path, *parts)

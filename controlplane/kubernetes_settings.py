@@ -1,5 +1,7 @@
 """Settings of the provider for Kubernetes."""
 
+import re
+
 from django.core.exceptions import ImproperlyConfigured
 
 from controlplane import env
@@ -88,6 +90,6 @@ def _read_name(variable: str, default: str = "", *, help: str) -> str:
 
 def _parse_pools(entries: list[str]) -> dict[str, str]:
     pairs = [entry.partition("=") for entry in entries]
-    if any(not separator for _, separator, _ in pairs):
+    if not all(re.fullmatch(NAME_PATTERN, runtime_class.strip()) for _, _, runtime_class in pairs):
         raise ImproperlyConfigured("LEASEHOLD_KUBERNETES_POOL_RUNTIME_CLASSES takes pool=class, separated by commas.")
     return {pool.strip(): runtime_class.strip() for pool, _, runtime_class in pairs}

@@ -11,7 +11,7 @@ from controlplane import env, kubernetes_settings, logs, public_address, remote_
 from controlplane.console.sign_in import configuration as sign_in
 from controlplane.framework import *  # noqa: F403 - settings that do not depend on the environment
 from sandboxes.long_calls import compute_maximum
-from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS
+from sandboxes.providers.registry import DEVELOPMENT_PROVIDERS, PROVIDERS, RUNTIME_PATTERN
 
 BASE_DIR = env.BASE_DIR
 
@@ -119,6 +119,8 @@ if SANDBOX_PROVIDER in DEVELOPMENT_PROVIDERS and not (DEBUG or ALLOW_UNISOLATED)
 SANDBOX_IMAGE = env.text("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest", help="container image of new sandboxes")
 DOCKER_RUNTIME = env.text(
     "LEASEHOLD_DOCKER_RUNTIME",
+    accepts="the name of a runtime",
+    pattern=RUNTIME_PATTERN,
     help="OCI runtime of new Docker sandboxes, such as runsc or kata-runtime, known to the daemon; unset: the daemon's default",
 )
 REMOTE_PROVIDERS = remote_settings.read()

@@ -110,6 +110,7 @@ def _describe_sandbox() -> dict[str, str]:
         "state": "held.state",
         "provider": "held.provider",
         "isolated": dialect.read_boolean("held.isolated"),
+        "runtime": "NULLIF(held.runtime, '')",
         "network": "held.network",
         "sealed": dialect.read_boolean(f"held.network = '{Network.SEALED}'"),
     }

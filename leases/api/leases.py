@@ -152,6 +152,10 @@ class SandboxSerializer(serializers.Serializer):
     )
     provider = serializers.CharField()
     isolated = serializers.BooleanField(help_text="Commands cannot reach the host or other sandboxes.")
+    runtime = serializers.CharField(
+        allow_null=True,
+        help_text="OCI runtime or RuntimeClass that runs the sandbox, such as runsc for gVisor. Null: the engine's default.",
+    )
     network = serializers.ChoiceField(
         [(one, one) for one in Network],
         help_text="sealed: no network but the egress proxy and what the policy allows; gateway: a vendor's allow list leads to "
@@ -515,5 +519,5 @@ def _format_seconds(duration: timedelta | None) -> int | None:
 def serialize_sandbox(sandbox: Sandbox) -> dict[str, Any]:
     return {
         "id": str(sandbox.pk), "state": sandbox.state, "provider": sandbox.provider, "isolated": sandbox.isolated,
-        "network": sandbox.network, "sealed": sandbox.network == Network.SEALED,
+        "runtime": sandbox.runtime or None, "network": sandbox.network, "sealed": sandbox.network == Network.SEALED,
     }  # fmt: skip

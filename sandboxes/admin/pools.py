@@ -200,6 +200,7 @@ class PoolAdmin(ConsoleModelAdmin):
                     "memory_mib",
                     "millicpus",
                     "pids",
+                    "runtime",
                     "workspace_limit_mib",
                 ]
             },
@@ -258,7 +259,8 @@ class PoolAdmin(ConsoleModelAdmin):
 
     @display(description="Provider and image")
     def provider_label(self, row: Pool) -> SafeString:
-        return render_two_lines(row.provider or "default provider", row.image or "default image")
+        provider = row.provider or "default provider"
+        return render_two_lines(f"{provider}, {row.runtime}" if row.runtime else provider, row.image or "default image")
 
     @display(description="Resources")
     def size(self, row: Pool) -> SafeString:

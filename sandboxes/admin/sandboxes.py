@@ -126,7 +126,7 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     list_tabs = SANDBOX_TABS
     fieldsets = build_all_fields_fieldset(
         "id", "pool", "agent_did", "environment_id", "holder", "state", "state_since", "incarnation", "provider",
-        "isolated", "ref", "image", "memory_mib", "millicpus", "disk_mib", "gpus", "gpu_type", "pids", "policy",
+        "isolated", "ref", "image", "memory_mib", "millicpus", "disk_mib", "gpus", "gpu_type", "pids", "runtime", "policy",
         "open_runs", "suspend_after", "frozen",
         "held_until", "auto_stop", "auto_delete", "vendor_auto_stop", "vendor_auto_delete", "lifetime_ends_at",
         "idle_after", "idle_at", "last_used_at", "prepared", "source", "workspace_bytes", "measured_at", "warm_hits",
@@ -178,7 +178,8 @@ class SandboxAdmin(ReadOnlyModelAdmin):
     # --- the page -----------------------------------------------------------------------------------------------------
 
     def get_page_context(self, request: HttpRequest, row: Sandbox) -> dict[str, Any]:
-        now, isolation = database_time.now(), "" if row.isolated else ", not isolated"
+        now, isolation = database_time.now(), f", {row.runtime}" if row.runtime else ""
+        isolation += "" if row.isolated else ", not isolated"
         isolation += NETWORK_NOTES[Network(row.network)]
         ref = format_html('<span class="lh-command">{}</span>', row.ref or "–")
         entries = self.list_entries(row)

@@ -3,14 +3,15 @@
 import uuid
 
 from django.conf import settings
-from django.core.validators import MinValueValidator
+from django.core.exceptions import ValidationError
+from django.core.validators import MinValueValidator, RegexValidator
 from django.db import models
 from django.db.models import F, Q, Value
 from django.utils import timezone
 
 from sandboxes.db.message_fields import LongMessageField, MessageField
 from sandboxes.models.resource_limits import MIN_MEMORY_MIB, MIN_MILLICPUS, ResourceLimits, validate_images
-from sandboxes.providers.registry import PROVIDERS
+from sandboxes.providers.registry import MAX_RUNTIME_CHARS, PROVIDERS, RUNTIME_PATTERN, RUNTIME_PROVIDERS
 
 UNMEASURED_CAPACITY = 1000  # places, where the engine's memory is not known
 
@@ -120,6 +121,11 @@ class Pool(ResourceLimits):
         help_text="Maximum number of GPUs that a lease may request, at a provider that has some. Empty: none.",
     )  # fmt: skip
     pids = models.PositiveIntegerField(default=default_pids, validators=[MinValueValidator(16)])
+    runtime = models.CharField(
+        max_length=MAX_RUNTIME_CHARS, blank=True, default="", db_default="",
+        validators=[RegexValidator(rf"\A{RUNTIME_PATTERN}\Z")],
+        help_text="OCI runtime or RuntimeClass from the next start on, such as runsc (gVisor). Empty: the provider's setting.",
+    )  # fmt: skip
     created_at = models.DateTimeField(default=timezone.now, editable=False)  # noqa: TID251 - decides nothing
     # Counts of destroyed sandboxes and of evictions. sandboxes.pool_stats adds the counters of live sandboxes.
     warm_hits = models.PositiveBigIntegerField(default=0, editable=False)
@@ -138,6 +144,11 @@ class Pool(ResourceLimits):
 
     def __str__(self) -> str:
         return self.name
+
+    def clean(self) -> None:
+        super().clean()
+        if self.runtime and self.provider and self.provider not in RUNTIME_PROVIDERS:
+            raise ValidationError({"runtime": f"The {self.provider} provider has no runtimes to choose from."})
 
 
 class Quota(models.Model):

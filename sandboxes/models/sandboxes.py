@@ -13,6 +13,7 @@ from sandboxes.models.policies import SEALED_POLICY_NAME, Policy
 from sandboxes.models.pools import Pool
 from sandboxes.models.transition_reasons import RUN_REASONS, TransitionReason
 from sandboxes.providers.base import Network
+from sandboxes.providers.registry import MAX_RUNTIME_CHARS
 
 
 class SandboxState(models.TextChoices):
@@ -78,6 +79,10 @@ class Sandbox(models.Model):
         default=False, db_default=False, editable=False, help_text="Memory, CPU or disk was requested for this sandbox."
     )
     pids = models.PositiveIntegerField()
+    runtime = models.CharField(
+        max_length=MAX_RUNTIME_CHARS, blank=True, default="", db_default="",
+        help_text="OCI runtime or RuntimeClass of the current incarnation. Empty: the engine's default.",
+    )  # fmt: skip
     pod_uid = models.CharField(
         max_length=64, blank=True, default="", db_default="", editable=False,
         help_text="Identity of the current incarnation's Pod: another Pod of the same name is not this sandbox.",

@@ -37,7 +37,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, WARM, WARMING, advance, checkpoint, insert_warming
 from sandboxes.models import ALIVE_STATES, GONE_STATES, FinalPersist, Policy, Pool, Quota, Sandbox, TransitionReason
 from sandboxes.models.names import build_name
-from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, start_breaker, starts
+from sandboxes.pool import admission_queue, intervals, lifetimes, prewarmed, runtimes, start_breaker, starts
 from sandboxes.pool.admission_queue import Position
 from sandboxes.pool.placement import MOVE_REASONS, START_ERRORS, Placement, PoolSearch, Skip, find_skip_reason
 from sandboxes.pool.starts import (
@@ -482,6 +482,7 @@ def _build_sandbox(pool: Pool, *, now: datetime) -> Sandbox:
         memory_mib=pool.memory_mib,
         millicpus=pool.millicpus,
         pids=pool.pids,
+        runtime=runtimes.get_runtime(pool, provider),
         idle_after=settings.IDLE_TIMEOUT,
         last_used_at=now,
         created_at=now,

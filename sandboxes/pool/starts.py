@@ -40,7 +40,7 @@ from sandboxes.hosts import registry
 from sandboxes.lifecycle import COLD, DESTROYING, WARM, WARMING, advance, checkpoint
 from sandboxes.models import Host, Pool, Sandbox, Transition, TransitionReason
 from sandboxes.models.names import build_name
-from sandboxes.pool import images, intervals, start_breaker, start_failures
+from sandboxes.pool import images, intervals, runtimes, start_breaker, start_failures
 from sandboxes.providers.base import GatewayAccess, Provider, SandboxSpec, VendorIntervals
 from sandboxes.providers.errors import CapacityPending as Pending
 from sandboxes.providers.errors import FailureCause, NoCapacity, OutOfSpace, ProviderError, Rejected, Unavailable
@@ -354,6 +354,7 @@ def build_spec(sandbox: Sandbox) -> SandboxSpec:
         gpu_type=sandbox.gpu_type,
         sized=sandbox.sized,
         pids=sandbox.pids,
+        runtime=runtimes.require_runtime(sandbox),
         sockets=slots.ensure_slot_directory(sandbox.slot) if sandbox.slot is not None else None,
         agent=slots.ensure_agent_directory(sandbox.slot) if sandbox.slot is not None else None,
         data=mounts.prepare_mount_directory(sandbox),
@@ -409,13 +410,14 @@ def _claim_wake(pk: uuid.UUID, slot: int, *, now: datetime, actor: str) -> Sandb
     sandbox.ref, sandbox.claim, sandbox.slot = build_name(sandbox.pk, sandbox.incarnation), uuid.uuid4(), slot
     sandbox.host = registry.get_placement_host(sandbox.provider, now=now)
     sandbox.deadline_at, sandbox.last_used_at = now + settings.SANDBOX_START_TIMEOUT, now
+    sandbox.runtime = runtimes.get_runtime(sandbox.pool, sandbox.provider)
     claim = build_claim(sandbox, clock_from(now))
     with end_if_unanswered(claim.end, claim), transaction.atomic():  # the caller handles an IntegrityError
         claimed = advance(
             sandbox.pk, COLD, WARMING, now=now, code=TransitionReason.WOKEN, actor=actor, guard=unchanged,
             incarnation=sandbox.incarnation, ref=sandbox.ref, claim=sandbox.claim, claimed_by=settings.INSTANCE,
             deadline_at=sandbox.deadline_at, last_used_at=now, persisted=False, slot=slot, slot_since=now,
-            host=sandbox.host, pod_uid="", network=providers.get_provider(sandbox.provider).network,
+            host=sandbox.host, pod_uid="", network=providers.get_provider(sandbox.provider).network, runtime=sandbox.runtime,
         )  # fmt: skip
         if claimed:
             require_start_allowed(sandbox, now=now)

@@ -70,3 +70,10 @@ def get_default_image(name: str) -> str:
     if name in settings.REMOTE_PROVIDERS:
         return str(settings.REMOTE_PROVIDERS[name].image)
     return str(settings.SANDBOX_IMAGE)
+
+
+def get_default_runtime(name: str, pool: str) -> str:
+    """Return the runtime of sandboxes of a pool that names none, of a provider with runtimes. Empty: the engine's default."""
+    if name == "kubernetes":
+        return str(settings.KUBERNETES.find_runtime_class(pool))
+    return str(settings.DOCKER_RUNTIME) if name == "docker" else ""

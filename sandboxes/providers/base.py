@@ -100,6 +100,7 @@ class SandboxSpec:
     gpu_type: str = ""  # in capitals; empty: any
     sized: bool = False  # memory, CPU or disk was requested for this sandbox; otherwise they are the pool's defaults
     pids: int = 256
+    runtime: str = ""  # OCI runtime or RuntimeClass, of a provider with runtimes; empty: that of its configuration
     sockets: Path | None = None  # host directory mounted read-only at /run/leasehold
     agent: Path | None = None  # host directory of the gateway's socket, mounted read-only at /run/leasehold-agent
     data: Path | None = None  # host directory mounted at /data, including later mounts below it; docker only

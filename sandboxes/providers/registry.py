@@ -17,6 +17,7 @@ class ProviderEntry:
     extra: str = ""
     proves_isolation: bool = False  # as the attribute of the class
     has_quotas: bool = False  # as the attribute of the class
+    has_runtimes: bool = False  # SandboxSpec.runtime chooses what runs the processes of a sandbox
 
     @property
     def install_command(self) -> str:
@@ -24,13 +25,14 @@ class ProviderEntry:
 
 
 PROVIDERS: Mapping[str, ProviderEntry] = {
-    "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider"),
+    "docker": ProviderEntry("sandboxes.providers.docker.provider", "DockerProvider", has_runtimes=True),
     "kubernetes": ProviderEntry(
         "sandboxes.providers.kubernetes.provider",
         "KubernetesProvider",
         extra="kubernetes",
         proves_isolation=True,
         has_quotas=True,
+        has_runtimes=True,
     ),
     "cloudflare": ProviderEntry("sandboxes.providers.cloudflare.provider", "CloudflareProvider"),
     "daytona": ProviderEntry("sandboxes.providers.daytona.provider", "DaytonaProvider", extra="daytona"),
@@ -40,4 +42,7 @@ PROVIDERS: Mapping[str, ProviderEntry] = {
     "process": ProviderEntry("sandboxes.providers.process.provider", "ProcessProvider", for_production=False),
     "memory": ProviderEntry("sandboxes.providers.memory.provider", "MemoryProvider", for_production=False),
 }
+RUNTIME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}"  # names of OCI runtimes; a RuntimeClass has at most 253 characters
+MAX_RUNTIME_CHARS = 253
+RUNTIME_PROVIDERS = tuple(name for name, entry in PROVIDERS.items() if entry.has_runtimes)
 DEVELOPMENT_PROVIDERS = tuple(name for name, entry in PROVIDERS.items() if not entry.for_production)

@@ -96,6 +96,8 @@ def test_a_pool_is_drained_and_resumed(pool: Pool) -> None:
         (["set", "default", "--memory-mib", "1"], "^--memory-mib: Ensure"),
         (["set", "default", "--provider", "dokcer"], "^--provider: .*is not a valid choice"),
         (["set", "default", "--image", "x" * 256], "^--image: Ensure this value has at most 255"),
+        (["set", "default", "--runtime", "a b"], "^--runtime: Enter a valid"),
+        (["set", "default", "--provider", "memory", "--runtime", "runsc"], "runtime: The memory provider has no runtimes"),
         (["set", "default", "--image", "a\udcff"], "^--image: must be UTF-8"),
         (["set", "default"], "State at least one setting"),
         (["set", "defualt", "--capacity", "1"], "no pool 'defualt'. Did you mean default?"),

@@ -232,8 +232,10 @@ def test_runtime_setting_is_passed_to_the_engine(owner: str, settings: Any) -> N
 
 def test_unknown_runtime_is_rejected_and_leaves_nothing(owner: str, settings: Any) -> None:
     settings.DOCKER_RUNTIME = "runsc-of-nowhere"
-    with pytest.raises(Rejected, match="LEASEHOLD_DOCKER_RUNTIME=runsc-of-nowhere"):
+    with pytest.raises(Rejected, match="no runtime runsc-of-nowhere"):
         DockerProvider().create(SandboxSpec(owner, owner))
+    with pytest.raises(Rejected, match="no runtime runsc-of-the-pool"):
+        DockerProvider().create(SandboxSpec(owner, owner, runtime="runsc-of-the-pool"))
     assert DockerProvider().list(owner) == []
 
 

@@ -288,6 +288,7 @@ class Sandbox(TypedDict):
     state: StateEnum
     provider: str
     isolated: bool
+    runtime: str | None
     network: NetworkEnum
     sealed: bool
 

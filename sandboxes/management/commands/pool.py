@@ -25,7 +25,7 @@ class Command(NamedRowCommand):
     model = Pool
     columns = (
         "capacity", "automatic_capacity", "max_starting", "warm_target", "provider", "image", "restricted", "memory_mib",
-        "millicpus", "pids", "workspace_limit_mib",
+        "millicpus", "pids", "runtime", "workspace_limit_mib",
     )  # fmt: skip
     facts = ("used", "draining", "capacity_origin", "warm_failures", "warm_error")
 

@@ -100,7 +100,7 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
 
     def create(self, spec: SandboxSpec) -> str:
         # A container that loses its parked namespace is replaced, which would lose the rest of its file system.
-        may_park = settings.PARKED_NETWORKS > 0 and not settings.DOCKER_RUNTIME and not spec.writable_root
+        may_park = settings.PARKED_NETWORKS > 0 and not _get_runtime(spec) and not spec.writable_root
         parked = parked_networks.claim(self._engine) if may_park else None
         try:
             return self._create_and_start(spec, parked)
@@ -151,7 +151,7 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
             tmpfs={path: _tmpfs_options(path, int(memory * share)) for path, share in TMPFS_MEMORY_SHARES.items()},
             sysctls=_sysv_ipc_sysctls(memory),
             ulimits=[Ulimit(name="core", soft=0, hard=0)],
-            runtime=settings.DOCKER_RUNTIME or None,
+            runtime=_get_runtime(spec) or None,
             mem_limit=memory,
             memswap_limit=memory,
             nano_cpus=spec.millicpus * 1_000_000,
@@ -181,7 +181,7 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
                 return False
             if error.status_code in (400, 404) and "runtime" in str(error.explanation).lower():
                 raise Rejected(
-                    f"LEASEHOLD_DOCKER_RUNTIME={settings.DOCKER_RUNTIME}: the Docker daemon has no such runtime. "
+                    f"The Docker daemon has no runtime {_get_runtime(spec)}, which the pool or LEASEHOLD_DOCKER_RUNTIME names. "
                     f"Add it to the daemon's configuration. {quote_answer(error.explanation)}"
                 ) from error
             raise
@@ -355,6 +355,11 @@ class DockerProvider(ContainerFilesProvider, ContainerCommandEndProvider, Contai
 
     def list(self, owner: str) -> list[ProviderSandbox]:
         return self._list(f"{OWNER_LABEL}={owner}")
+
+
+def _get_runtime(spec: SandboxSpec) -> str:
+    """Return the OCI runtime of a sandbox. Empty: the daemon's default."""
+    return spec.runtime or str(settings.DOCKER_RUNTIME)
 
 
 def _tmpfs_options(path: str, size: int) -> str:

@@ -19,7 +19,7 @@ OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"  # of containers a
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
 SPEC_LABEL = "leasehold.spec"  # JSON object with these fields of the SandboxSpec
-SPEC_FIELDS = ("name", "owner", "image", "labels", "memory_mib", "millicpus", "pids", "writable_root", "pool")
+SPEC_FIELDS = ("name", "owner", "image", "labels", "memory_mib", "millicpus", "pids", "writable_root", "pool", "runtime")
 SPEC_PATHS = ("sockets", "agent", "data")  # fields of the SandboxSpec: a path, or None
 
 

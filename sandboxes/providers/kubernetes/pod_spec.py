@@ -65,7 +65,7 @@ def build_pod(spec: SandboxSpec, configuration: KubernetesConfiguration, *, gate
 def build_pod_spec(spec: SandboxSpec, configuration: KubernetesConfiguration, *, gateway: tuple[str, str]) -> dict[str, Any]:
     """Build the `spec` of the Pod, which other objects may wrap."""
     memory, host, address = spec.memory_mib << 20, *gateway
-    runtime_class = configuration.find_runtime_class(spec.pool)
+    runtime_class = spec.runtime or configuration.find_runtime_class(spec.pool)
     optional: dict[str, Any] = {
         "runtimeClassName": runtime_class,
         "priorityClassName": configuration.priority_class,

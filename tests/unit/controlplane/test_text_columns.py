@@ -43,7 +43,7 @@ from sandboxes.egress.request_filter.requests import MAX_MODEL_CHARACTERS
 from sandboxes.models import OperatorAction, Sweep
 from sandboxes.models.webhooks import EventType
 from sandboxes.providers.errors import FailureCause
-from sandboxes.providers.registry import PROVIDERS
+from sandboxes.providers.registry import PROVIDERS, RUNTIME_PATTERN
 from sandboxes.state import changes, vendor_snapshots
 from sandboxes.sweep_log import SweepResult, run_recorded
 from sandboxes.templates import builds, specifications
@@ -154,7 +154,8 @@ BOUNDS: dict[str, Copy | Limit | Words | Pattern | Requested | str] = {
     "Account.name": CLEANED, "Account.title": CLEANED, "CatalogAgent.description": CLEANED, "CatalogAgent.model": CLEANED,
     "CatalogAgent.name": CLEANED, "CatalogAgent.title": CLEANED, "EgressCredential.domain": CLEANED,
     "EnvironmentType.name": CLEANED, "EnvironmentType.sleep_after": CLEANED, "EnvironmentType.turn_collection": CLEANED,
-    "Policy.description": CLEANED, "Policy.name": CLEANED, "Pool.image": CLEANED, "Pool.name": CLEANED, "Project.name": CLEANED,
+    "Policy.description": CLEANED, "Policy.name": CLEANED, "Pool.image": CLEANED, "Pool.name": CLEANED, "Pool.runtime": CLEANED,
+    "Project.name": CLEANED,
     "Rate.instance_type": CLEANED, "Repository.api_url": CLEANED, "Repository.base_branch": CLEANED,
     "Repository.clone_url": CLEANED, "Repository.forge_project": CLEANED, "Repository.name": CLEANED,
     "Repository.ssh_key_path": CLEANED, "TokenRate.pattern": CLEANED, "TokenRate.tier": CLEANED, "Webhook.description": CLEANED,
@@ -181,6 +182,7 @@ BOUNDS: dict[str, Copy | Limit | Words | Pattern | Requested | str] = {
     "CodingTask.base_commit": COMMIT, "CodingTask.head_commit": COMMIT, "CodingTask.pushing_commit": COMMIT,
     "CodingTask.branch": Limit(128, "prefix, 100 characters of the environment's id, 8 of a digest"),
     "CodingTask.proposal_title": Requested(SubmissionSerializer, "title"),
+    "Sandbox.runtime": Pattern(RUNTIME_PATTERN),  # of the pool's column and of the variables
     "CodingTask.pull_request_url": Limit(MAX_URL_CHARS, "checked by the forge; of a bare repository a path and a branch"),
     "CodingTask.test_command": Requested(NewCodingTaskSerializer, "test_command"),
     "CodingTask.title": Requested(NewCodingTaskSerializer, "title"),

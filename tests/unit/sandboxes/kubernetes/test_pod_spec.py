@@ -65,10 +65,10 @@ def test_programs_learn_the_processors_of_the_limit(millicpus, processors):
 
 
 def test_runtime_class_of_the_pool_overrides_the_general_one():
-    def find(pool):
-        return build_pod(replace(SPEC, pool=pool), FULL, gateway=("", ""))["spec"]["runtimeClassName"]
+    def find(pool, runtime=""):
+        return build_pod(replace(SPEC, pool=pool, runtime=runtime), FULL, gateway=("", ""))["spec"]["runtimeClassName"]
 
-    assert (find("batch"), find("other")) == ("kata", "gvisor")
+    assert (find("batch"), find("other"), find("batch", "runc")) == ("kata", "gvisor", "runc")
 
 
 def test_the_token_is_in_the_secret_alone():

@@ -9,9 +9,11 @@ from django.db import OperationalError
 from django.db.models import F
 from django.utils import timezone
 
+from billing.models import Budget, BudgetTopUp
 from leases import api_keys, sweeps
 from leases.api.base import idempotency
 from leases.models import AgentKey, IdempotentRequest, Lease
+from leases.queue.models import QueuedRun
 from sandboxes import processes
 from sandboxes.models import Run, RunOutcome, Sandbox
 from sandboxes.providers.errors import Rejected, Unavailable
@@ -21,6 +23,8 @@ from sandboxes.state import data_sync
 from sandboxes.storage.base import StoreError
 from sandboxes.sweeps import passes
 from tests.api.conftest import ApiClient, select_fields
+from tests.support.billing import create_budget
+from tests.support.outages import LostAnswer, injected
 
 pytestmark = [pytest.mark.django_db, pytest.mark.postgres("hand-written SQL")]
 
@@ -114,6 +118,32 @@ def test_a_repeatable_request_of_a_dead_process_is_taken_over(ada: ApiClient, ac
     assert ada.post("leases", acquire_body(), idempotency_key="k1").status_code == (201 if step == "key claimed" else 200)
     assert Lease.objects.count() == 1
     assert ada.post("leases", acquire_body(), idempotency_key="k1")["Idempotent-Replayed"] == "true"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("failover")
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("runs", {"queued": True, "agent_did": "did:plc:ada", "argv": ["true"]}, QueuedRun),
+        ("budgets", {"scope": "agent", "subject": "did:plc:ada", "unit": "usd", "period": "month", "amount": "10"}, Budget),
+        ("budgets/{budget}/top-ups", {"amount": "2.5"}, BudgetTopUp),
+        ("leases", {"environment_id": "game-2"}, Lease),
+    ],
+)  # fmt: skip
+def test_a_request_whose_commit_was_not_answered_acts_once(
+    operator: ApiClient, acquire_body, lease, path: str, body, model
+) -> None:
+    """The row may be committed when the connection ends: the repeated request finds it by the id that the key gives it."""
+    budget = create_budget(10, scope="agent", subject="did:plc:eve", now=timezone.now())
+    url, existing = path.format(budget=budget.pk), model.objects.count()
+    body = acquire_body() | body if path == "leases" else body
+    with injected(LostAnswer(lambda: model.objects.count() > existing)) as lost:
+        first = operator.post(url, body, idempotency_key="k1")
+    assert (first.status_code, lost.has_begun) == (503, True), first.content
+    again = operator.post(url, body, idempotency_key="k1")
+    assert again.status_code in (200, 201, 202), again.content
+    assert model.objects.count() == existing + 1
 
 
 @pytest.mark.parametrize("step", ["key claimed", "reserved", "created", "prepared", "acted"])

@@ -1,9 +1,11 @@
 """Idempotency keys: a repeated POST gets the stored response.
 
-The process that inserts the row of a key executes the request. Only successful responses are stored. An error frees the key;
-if the process dies, its deadline frees the key, or the release of its instance (leases.sweeps.release_instance). An operation
-that must not happen twice keeps its key in both cases if it may have started, and the error names the run with the known part
-of the outcome.
+The process that inserts the row of a key executes the request. Only successful responses are stored. A refusal frees the key.
+After any other error, such as a lost connection to the database, the operation may have been committed: the row stays, and the
+same request takes it over. What the operation creates has an id that is derived from the row, and is found by it. If the
+process dies, its deadline lets the same request take over, or the release of its instance (leases.sweeps.release_instance).
+An operation that must not happen twice keeps its key in all these cases if it may have started, and the error names the run
+with the known part of the outcome.
 
 The id that a caller chooses for its run takes the place of the key. It belongs to one key holder, and stays in use as long as
 the run is stored."""
@@ -17,9 +19,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings
+from django.core.exceptions import PermissionDenied
 from django.db import IntegrityError, transaction
 from django.db.models import Q, QuerySet
-from django.http import HttpResponse
+from django.http import Http404, HttpResponse
+from rest_framework.exceptions import APIException
 from rest_framework.request import Request
 
 from leases import run_ids
@@ -30,16 +34,19 @@ from sandboxes import deferred_writes
 from sandboxes.claims import Claim, hold
 from sandboxes.db import dialect
 from sandboxes.db.clock import Clock, clock_from
-from sandboxes.errors import OutcomeUnknown, ResultPending, RunExists
+from sandboxes.errors import OutcomeUnknown, ResultPending, RunExists, SandboxError
 from sandboxes.lifecycle import checkpoint
 from sandboxes.models import NEVER_STARTED, Run, RunOutcome
+from sandboxes.providers.errors import ProviderError
 from sandboxes.runs import abandoned
+from sandboxes.storage.base import StoreError
 
 HEADER_NAME = "Idempotency-Key"
 StatusAndBody = tuple[int, Mapping[str, Any]]
 RUN_CLOSE_GRACE_PERIOD = timedelta(minutes=5)  # between the deadline of an open run and its end by a sweep
 REPLAY_HEADERS = {"Idempotent-Replayed": "true"}
 INTERRUPTED = "The first request with this {} was interrupted and may have had an effect. It is not repeated."
+REFUSALS = (SandboxError, ProviderError, StoreError, APIException, Http404, PermissionDenied)
 RequestHandler = Callable[[uuid.UUID], StatusAndBody]  # receives the id of the run that it may open
 RunAnswer = Callable[[Run], StatusAndBody | None]  # answer of a request whose run has ended, None if the row does not suffice
 
@@ -124,7 +131,10 @@ def execute_once(
         with hold(Claim(own_row, deadline=row.deadline_at, clock=clock, ttl=max_duration)):
             status, data = act(_derive_run_id(holder, row))
     except Exception as failed:
-        _settle(row, lambda: _record_failure(own_row, None if repeatable else own_run, now=clock()), clock)
+        is_refusal = isinstance(failed, REFUSALS)
+        _settle(
+            row, lambda: _record_failure(own_row, None if repeatable else own_run, is_refusal=is_refusal, now=clock()), clock
+        )
         if isinstance(failed, ResultPending) and rebuild is not None:
             detail = "The operation has ended, and its result is not recorded yet."
             raise InProgress(detail, run_id=failed.extra["run_id"]) from failed
@@ -145,12 +155,17 @@ def _answer_stored_run(run: Run, rebuild: RunAnswer | None) -> HttpResponse:
     raise RunExists(detail, run_id=str(run.pk), outcome=run.outcome, exit_code=run.exit_code)
 
 
-def _record_failure(own_row: QuerySet[IdempotentRequest], own_run: QuerySet[Run] | None, *, now: datetime) -> None:
-    """Free the key of a failed request, or end its wait if the operation must not be repeated and may have started."""
-    if own_run is None or not own_run.exclude(NEVER_STARTED).exists():
-        own_row.delete()
-    else:
+def _record_failure(
+    own_row: QuerySet[IdempotentRequest], own_run: QuerySet[Run] | None, *, is_refusal: bool, now: datetime
+) -> None:
+    """Free the key of a failed request, or end its wait if the operation may have had an effect.
+
+    `own_run` is that of an operation that must not be repeated."""
+    may_have_acted = not is_refusal if own_run is None else own_run.exclude(NEVER_STARTED).exists()
+    if may_have_acted:
         own_row.update(deadline_at=now)
+    else:
+        own_row.delete()
 
 
 def _settle(row: IdempotentRequest, record: Callable[[], object], clock: Clock) -> None:

@@ -30,7 +30,8 @@ from tests.emulators.registry import EMULATORS, serve_kubernetes
 from tests.support import real_cluster
 from tests.support.cluster import Cluster, running_gateway
 from tests.support.remote import connect_provider, emulators  # noqa: F401 - fixture
-from tests.support.selection import MATRIX_REASONS, REFERENCE_VENDOR, mark_matrix
+from tests.support.selection import MATRIX_REASONS, REFERENCE_VENDOR, find_kind, mark_matrix
+from tests.support.servers.services import require_gvisor
 from tests.support.storage.tars import TarMember, pack
 
 MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
@@ -40,6 +41,7 @@ AGENT_SECONDS = 60.0  # for an agent to connect
 REMOTE = tuple(EMULATORS)
 SHARED = {"docker", "kubernetes", *REMOTE}  # providers whose sandbox is shared by the tests of a module
 BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container
+GVISOR = "docker under gvisor"  # by the engine's exec, too: the gateway cannot identify the agent
 # Providers with an implementation of their own: the fast lanes have all of their cases.
 FULL_KINDS = ("memory", "process", "docker", REFERENCE_VENDOR)
 # Providers that share most of their implementation with one of these, by reason: the fast lanes have their smoke cases.
@@ -50,8 +52,27 @@ SMOKE_KINDS = {
 }
 
 
+# Providers whose smoke tests are elsewhere.
+MATRIX_KINDS = {GVISOR: "tests/docker/test_gvisor.py has the smoke cases"}
+# Cases that fail under gVisor, by reason.
+NO_AGENT = "the agent is not used: the gateway cannot identify it"
+NO_HOLES = "its files have no holes that a program could find: a sparse file is stored whole, at its apparent size"
+GVISOR_FAILURES = {
+    "test_agent_needs_no_exec_and_its_files_are_owned_by_the_agents_user": NO_AGENT,
+    "test_digest_stated_by_the_agent_is_that_of_the_listing": NO_AGENT,
+    "test_stdin_is_written_by_offset_or_refused_from_the_start": NO_AGENT,
+    "test_all_commands_are_killed_by_kill_all_or_a_restart_and_the_files_are_kept": NO_AGENT,
+    "test_exact_tar_restores_links_holes_times_and_sticky_bits": NO_HOLES,
+    "test_exact_tar_keeps_the_links_and_times_of_a_tar": "it stores times before 1970 as times after 2100",
+    "test_oom_kill_is_reported": "its kernel ends as a whole, and the exec ends by its timeout",
+}
+
+
 def pytest_itemcollected(item):
     mark_matrix(item, SMOKE_KINDS)
+    mark_matrix(item, MATRIX_KINDS, has_smoke_cases=False)
+    if find_kind(item, MATRIX_KINDS) and (reason := GVISOR_FAILURES.get(item.originalname)):
+        item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def unique_name():
@@ -149,12 +170,15 @@ class ProviderBench:
     agent: Path | None = None  # directory of the gateway's socket
     admit: Callable[[SandboxSpec], SandboxSpec] = lambda spec: spec  # adds the access to a gateway that the agent joins
     names: list[str] = field(default_factory=list)  # of all specs
+    runtime: str = ""
     stop: Callable[[str], object] | None = None  # stops a sandbox from outside, by its ref; its files stay
 
     def spec(self, **more):
         image = DOCKER_IMAGE if self.provider.name in ("docker", "kubernetes") else ""
         self.names.append(unique_name())
-        return self.admit(SandboxSpec(name=self.names[-1], owner=self.owner, image=image, agent=self.agent, **more))
+        return self.admit(
+            SandboxSpec(name=self.names[-1], owner=self.owner, image=image, agent=self.agent, runtime=self.runtime, **more)
+        )
 
     def box(self, **more):
         spec = self.spec(**more)
@@ -227,8 +251,8 @@ def make_bench(request, tmp_path):
         gateway, settings = request.getfixturevalue("gateway"), request.getfixturevalue("settings")
         settings.AGENT_GATEWAY = tmp_path / "none" if request.param == BY_ENGINE else gateway.client_path
         wait_for_late_agents(request.getfixturevalue("monkeypatch"))
-        provider = DockerProvider()
-        return ProviderBench(provider, agent=gateway.mount, stop=provider._engine.client.kill)
+        provider, runtime = DockerProvider(), require_gvisor() if request.param == GVISOR else ""
+        return ProviderBench(provider, agent=gateway.mount, runtime=runtime, stop=provider._engine.client.kill)
     if kind == "kubernetes":
         return connect_cluster(request.getfixturevalue("kubernetes"))
     if kind in REMOTE:
@@ -257,16 +281,16 @@ def shared_box(request):
     """Sandbox of a provider shared by successive tests, because starting one takes longer than most tests."""
     benches = {}
 
-    def get(kind):
-        if kind not in benches:
+    def get(kind, runtime):
+        if (kind, runtime) not in benches:
             if kind == "docker":
-                bench = ProviderBench(DockerProvider(), agent=request.getfixturevalue("gateway").mount)
+                bench = ProviderBench(DockerProvider(), agent=request.getfixturevalue("gateway").mount, runtime=runtime)
             elif kind == "kubernetes":
                 bench = connect_cluster(request.getfixturevalue("kubernetes"))
             else:
                 bench = ProviderBench(connect_provider(kind, request.getfixturevalue("emulators")(kind)))
-            benches[kind] = bench, bench.box()
-        return benches[kind][1]
+            benches[kind, runtime] = bench, bench.box()
+        return benches[kind, runtime][1]
 
     yield get
     for bench, _ in benches.values():
@@ -281,7 +305,7 @@ def make_box_fixture(*kinds, root=WORKSPACE):
         bench = make_bench(request, tmp_path)
         kind = request.param.split()[0]
         if kind in SHARED:
-            box = request.getfixturevalue("shared_box")(kind)
+            box = request.getfixturevalue("shared_box")(kind, bench.runtime)
             for directory in (WORKSPACE, DATA):
                 box.provider.clear(box.ref, directory)
         else:
@@ -292,15 +316,15 @@ def make_box_fixture(*kinds, root=WORKSPACE):
     return fixture
 
 
-bench = make_bench_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
-real_bench = make_bench_fixture("process", "docker", "kubernetes", *REMOTE)  # providers that execute real programs
-limiting_bench = make_bench_fixture("memory", "docker", "kubernetes")  # enforces_limits
+bench = make_bench_fixture("memory", "process", "docker", GVISOR, "kubernetes", *REMOTE)
+real_bench = make_bench_fixture("process", "docker", GVISOR, "kubernetes", *REMOTE)  # providers that execute real programs
+limiting_bench = make_bench_fixture("memory", "docker", GVISOR, "kubernetes")  # enforces_limits
 # Providers whose sandboxes keep their files when they stop; those of Kubernetes, Cloudflare and Modal do not. Stops of
 # containers with an agent, after which the engine executes the next command, are in tests/docker.
 stopping_bench = make_bench_fixture("memory", BY_ENGINE, "daytona", "langsmith", "runloop")
 suspending_bench = make_bench_fixture("memory", "docker")  # can_suspend
 box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
 real_box = make_box_fixture("process", "docker", "kubernetes", *REMOTE)
-exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, "kubernetes", *REMOTE)
-real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, "kubernetes", *REMOTE)
-file_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, "kubernetes", *REMOTE, root=DATA)
+exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, "kubernetes", *REMOTE)
+real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, GVISOR, "kubernetes", *REMOTE)
+file_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, "kubernetes", *REMOTE, root=DATA)

@@ -16,15 +16,15 @@ from sandboxes.providers.base import DATA, WORKSPACE
 from sandboxes.providers.errors import BadPath, FileExists, NoSuchFile, Rejected, TooLarge
 from sandboxes.providers.file_verbs import parse_listing
 from sandboxes.state import changes, exact_tars, skills
-from tests.conformance.conftest import BY_ENGINE, make_box_fixture
+from tests.conformance.conftest import BY_ENGINE, GVISOR, make_box_fixture
 from tests.support.storage.tars import directory, file, link, other, pack
 
 ODD = [
     "-rf", "with space", "ünïcode 漢字 🎲", "--", "two\nlines", "tab\there", 'it\'s "quoted" $HOME `id` \\', "*", ".hidden",
     "a" * 255,
 ]  # fmt: skip
-box = make_box_fixture("memory", "process", "docker", BY_ENGINE, root=DATA)
-real = make_box_fixture("process", "docker", BY_ENGINE, root=DATA)
+box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, root=DATA)
+real = make_box_fixture("process", "docker", BY_ENGINE, GVISOR, root=DATA)
 container = make_box_fixture("docker", root=DATA)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from sandboxes.providers.registry import PROVIDERS
-from tests.conformance.conftest import BY_ENGINE, FULL_KINDS, SMOKE_KINDS
+from tests.conformance.conftest import BY_ENGINE, FULL_KINDS, GVISOR, MATRIX_KINDS, SMOKE_KINDS
 
 MIN_CASES, MAX_CASES = 12, 30  # of the smoke cases of a provider
 DIRECTORY = Path(__file__).parent
-KINDS = dict.fromkeys((*FULL_KINDS, *SMOKE_KINDS))
+KINDS = dict.fromkeys((*FULL_KINDS, *SMOKE_KINDS, *MATRIX_KINDS))
 # Collects the suite with the expression of the fast lanes in a process of its own, because this run of pytest may have
 # another selection. Prints one JSON line for each case: kind of provider, whether it is selected, and the reasons of its marks
 # `matrix`.
@@ -47,7 +47,7 @@ def cases():
 
 
 def test_every_provider_of_the_registry_is_in_the_suite():
-    assert {*KINDS} == {*PROVIDERS, BY_ENGINE}
+    assert {*KINDS} == {*PROVIDERS, BY_ENGINE, GVISOR}
 
 
 def test_each_provider_has_all_of_its_cases_or_a_smoke_in_the_fast_lanes(cases):
@@ -55,7 +55,8 @@ def test_each_provider_has_all_of_its_cases_or_a_smoke_in_the_fast_lanes(cases):
     matrix = Counter(kind for kind, is_fast, _ in cases if not is_fast)
     assert {kind for kind in FULL_KINDS if matrix[kind] or not fast[kind]} == set()
     assert {kind: fast[kind] for kind in SMOKE_KINDS if not MIN_CASES <= fast[kind] <= MAX_CASES} == {}
-    assert {kind for kind in SMOKE_KINDS if not matrix[kind]} == set()
+    assert {kind for kind in (*SMOKE_KINDS, *MATRIX_KINDS) if not matrix[kind]} == set()
+    assert {kind for kind in MATRIX_KINDS if fast[kind]} == set()
 
 
 def test_every_matrix_mark_states_a_reason(cases):

@@ -1,6 +1,4 @@
-"""Docker sandboxes under gVisor. Skipped unless the engine has the runtime `runsc`.
-
-LEASEHOLD_DOCKER_RUNTIME=runsc runs the conformance suite, with files, commands and timeouts, under gVisor."""
+"""Docker sandboxes under gVisor, beyond the conformance suite."""
 
 import os
 import socket
@@ -9,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
-import docker as sdk
 import pytest
-from django.test import override_settings
 
 from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.docker.provider import DockerProvider
+from sandboxes.providers.errors import TooLarge
 from tests.conftest import DOCKER_IMAGE, MINUTE
 from tests.docker.test_sealed import Cell
+from tests.support.servers.services import require_gvisor
 
 pytestmark = pytest.mark.docker
 
@@ -47,16 +45,14 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cell(docker_ready: None, sockets: Path) -> Iterator[Cell]:
-    if "runsc" not in sdk.from_env(timeout=60).info()["Runtimes"]:
-        pytest.skip("The Docker Engine at hand has no runtime runsc.")
+    runtime = require_gvisor()
     provider, name = DockerProvider(), f"lhs-{uuid4().hex[:16]}"
-    with override_settings(DOCKER_RUNTIME="runsc"):
-        try:
-            made = Cell(provider, provider.create(SandboxSpec(name, name, image=DOCKER_IMAGE, sockets=sockets)))
-            provider.wait_ready(made.ref, timeout=MINUTE)
-            yield made
-        finally:
-            provider.destroy(name)
+    try:
+        made = Cell(provider, provider.create(SandboxSpec(name, name, image=DOCKER_IMAGE, sockets=sockets, runtime=runtime)))
+        provider.wait_ready(made.ref, timeout=MINUTE)
+        yield made
+    finally:
+        provider.destroy(name)
 
 
 def test_kernel_is_gvisor_and_tools_work(cell: Cell) -> None:
@@ -76,3 +72,20 @@ def test_only_the_mounted_socket_is_reachable(cell: Cell) -> None:
 def test_root_is_read_only(cell: Cell) -> None:
     assert "ro" in cell.run("cat", "/proc/mounts").stdout.decode().splitlines()[0].split()[3].split(",")
     assert cell.run("sh", "-c", "echo x > /etc/x").exit_code != 0
+
+
+def test_a_read_beyond_its_limit_ends_no_other_command(cell: Cell) -> None:
+    cell.run("sh", "-c", "head -c 40000000 /dev/zero > /data/zeros")
+    mark = uuid4().hex
+    cell.provider.start(cell.ref, ["sleep", "300"], env={}, mark=mark)
+    with pytest.raises(TooLarge):
+        b"".join(cell.provider.get_files(cell.ref, "/data", max_bytes=1 << 20))
+    assert cell.provider.processes(cell.ref, [mark])[mark].running
+
+
+def test_a_suspended_sandbox_uses_no_cpu_time(cell: Cell) -> None:
+    cell.provider.suspend(cell.ref)
+    before = cell.provider.stats(cell.ref)
+    assert before and cell.provider.inspect(cell.ref).suspended
+    assert cell.provider.stats(cell.ref) == before
+    assert cell.run("true").exit_code == 0

@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +26,7 @@ from sandboxes.agent.client import AgentConnection
 from sandboxes.models import Pool, Sandbox
 from sandboxes.providers.base import PROCESSOR_COUNT_VARIABLES, ResourceUsage, SandboxSpec
 from sandboxes.providers.command_results import ExecResult
-from sandboxes.providers.docker import commands, engine
+from sandboxes.providers.docker import commands, engine, exec_stream
 from sandboxes.providers.docker.engine import Cgroup, Engine
 from sandboxes.providers.docker.exec_stream import EngineExec
 from sandboxes.providers.docker.provider import DockerProvider, is_daemon_available
@@ -331,6 +333,29 @@ def test_program_that_writes_is_killed_alone(
     assert box.run("true").exit_code == 0
     started.append(docker("inspect", "--format", "{{.State.StartedAt}}", box.ref))
     assert started[0] == started[1]  # the last resort, a kill of the container, was not needed
+
+
+class SilentPoll:
+    """Poll object that reports no event."""
+
+    def register(self, connection: object, events: int) -> None:
+        pass
+
+    def poll(self, milliseconds: float) -> list[Any]:
+        time.sleep(milliseconds / 1000)
+        return []
+
+
+def test_command_ends_with_its_container_though_its_stream_stays_open(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = make_box(owner)
+    silent = SimpleNamespace(poll=SilentPoll, POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
+    monkeypatch.setattr(exec_stream, "select", silent)
+    monkeypatch.setattr(exec_stream, "CHECK_SECONDS", 0.1)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(box.run, "sleep", "300", seconds=60)
+        wait_until(lambda: "sleep 300" in docker("top", box.ref), "the command runs")
+        DockerProvider().destroy(box.ref)
+        assert isinstance(running.exception(), Missing | Stopped)  # its timeout would be a result
 
 
 @pytest.mark.parametrize(

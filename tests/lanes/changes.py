@@ -30,7 +30,7 @@ RULES = (
     ),
     Rule(("sandboxes/state/vendor_snapshots.py",), ("modal",)),
     Rule(("sandboxes/image/runner.py", "sandboxes/image/runner_channel.py"), VENDORS),
-    Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), (*VENDORS, "by-engine")),
+    Rule(("sandboxes/image/launch.py", "sandboxes/image/reap.py"), (*VENDORS, "by-engine", "gvisor")),
     Rule(
         (
             "sandboxes/providers/kubernetes", "tests/unit/sandboxes/kubernetes", "tests/emulators/kubernetes",
@@ -38,7 +38,7 @@ RULES = (
         ),
         ("kubernetes",),
     ),
-    Rule(("sandboxes/providers/docker",), ("by-engine", "docker-matrix")),
+    Rule(("sandboxes/providers/docker",), ("by-engine", "gvisor", "docker-matrix")),
     Rule(("sandboxes/image/agent", "sandboxes/agent", "sandboxes/providers/agent"), ("kubernetes", "docker-matrix")),
     Rule(("tests/unit/sandboxes/agent/test_versions.py",), ("domain-matrix",)),
     Rule(("tests/docker",), ("docker-matrix", "kubernetes")),
@@ -53,7 +53,7 @@ RULES = (
     ),
     Rule(("sandboxes/egress/request_filter",), ("docker-matrix", "e2e-matrix")),  # LiteLLM and the agent CLIs
     Rule(("leases/coding",), ("docker-matrix", "e2e-matrix")),
-    Rule(("tests/conformance",), ("by-engine", "kubernetes", *VENDORS)),
+    Rule(("tests/conformance",), ("by-engine", "gvisor", "kubernetes", *VENDORS)),
     Rule(("tests/e2e", "leases/packs", "leases/agent_runs", "leases/queue", "controlplane/supervisor.py"), ("e2e-matrix",)),
     Rule(
         ("sandboxes/db", "tests/support/database.py"),

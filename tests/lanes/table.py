@@ -89,6 +89,7 @@ MATRIX = (
         "kubernetes", KUBERNETES_PATHS, "docker and matrix", POSTGRES, keyword="kubernetes or cluster", waits=True,
     ),
     Part("by-engine", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="engine", waits=True),
+    Part("gvisor", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="gvisor", waits=True),
     *(Part(vendor, REMOTE_PATHS, f"{NO_SERVICE} and matrix", POSTGRES, keyword=vendor) for vendor in VENDORS),
     Part(
         "domain-matrix", (*LAYER_PATHS, *DOMAIN_PATHS), f"{NO_SERVICE} and matrix and not postgres", SQLITE,

@@ -22,10 +22,11 @@ def find_kind(item: pytest.Item, kinds: Mapping[str, object]) -> str | None:
     return next((value for value in parameters if isinstance(value, str) and value in kinds), None)
 
 
-def mark_matrix(item: pytest.Item, reasons: Mapping[str, str]) -> None:
+def mark_matrix(item: pytest.Item, reasons: Mapping[str, str], *, has_smoke_cases: bool = True) -> None:
     """Mark a case of one of these kinds of provider with `matrix` and the reason of the kind.
 
-    Smoke cases have no such mark, and a mark of the test takes precedence."""
+    Smoke cases have no such mark if the kinds have some, and a mark of the test takes precedence."""
     kind = find_kind(item, reasons)
-    if kind and not item.get_closest_marker("smoke") and not item.get_closest_marker("matrix"):
+    is_smoke_case = has_smoke_cases and item.get_closest_marker("smoke")
+    if kind and not is_smoke_case and not item.get_closest_marker("matrix"):
         item.add_marker(pytest.mark.matrix(reasons[kind]))

@@ -126,8 +126,7 @@ class ContainerCommandProvider(AgentCommandProvider):
         with self._translating_removal(ref):
             if self._engine.ended_before(ref, since):
                 raise NotStarted("The container was not running.", "not_running")
-            if self._engine.has_stopped(ref, since):
-                raise Stopped(f"{ref} stopped during the operation.")
+            self._require_not_stopped(ref, since)
         self._ensure_running(ref)
 
     def _kill_from_outside(self, ref: str, mark: str) -> None:
@@ -198,7 +197,8 @@ class ContainerCommandProvider(AgentCommandProvider):
             ref, argv, AGENT_UID, gid or AGENT_UID, Env=variables, WorkingDir=cwd, AttachStdin=stdin is not None
         )
         with engine.dial() as connection:
-            run = EngineExec(engine, connection, ref, exec_id, stdin, mark, gid)
+            run, began = EngineExec(engine, connection, ref, exec_id, stdin, mark, gid), time.monotonic()
+            run.check = lambda: self._require_not_stopped(ref, began)
             try:
                 yield run
             except Conflict:
@@ -207,6 +207,11 @@ class ContainerCommandProvider(AgentCommandProvider):
                 with contextlib.suppress(ProviderError), run.draining(BoundedBuffer(0), BoundedBuffer(0)):
                     self._kill(run)
                 raise
+
+    def _require_not_stopped(self, ref: str, since: float) -> None:
+        """Raise Missing or Stopped unless the container has been running since `since` (monotonic clock)."""
+        if self._has_stopped(ref, since):
+            raise Stopped(f"{ref} stopped during the operation.")
 
     def _create_exec(self, ref: str, argv: Sequence[str], user: int, gid: int, **options: Any) -> str:
         """Create an exec, starting or resuming the container if necessary. Return the exec's id."""

@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from sandboxes.providers.docker.engine import CALL_TIMEOUT_SECONDS, Conflict, Engine, build_unavailable
@@ -14,6 +14,7 @@ from sandboxes.providers.errors import Missing
 from sandboxes.providers.streams import BoundedBuffer
 
 CHUNK_BYTES = 1 << 18
+CHECK_SECONDS = 5.0
 DRAIN_INTERVAL_SECONDS = 0.1  # between two looks whether the reader is still needed
 
 
@@ -33,6 +34,7 @@ class EngineExec:
         self.ref, self.mark, self.gid = ref, mark, gid
         self.deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         self.idle_timeout: float | None = None  # seconds; if set, any progress moves the deadline to this far ahead
+        self.check: Callable[[], object] = bool  # called every CHECK_SECONDS without output; may raise
         self.first_chunk = b""  # of output: the engine's message, if the program could not be started
         self._engine, self._connection, self._exec_id, self._stdin = engine, connection, exec_id, stdin
         self._unsent = memoryview(b"")
@@ -61,7 +63,9 @@ class EngineExec:
             remaining = self.deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
-            ready = poll.poll(remaining * 1000)
+            ready = poll.poll(min(remaining, CHECK_SECONDS) * 1000)
+            if not ready and remaining > CHECK_SECONDS:  # under gVisor a stream may stay open after its container is gone
+                self.check()
             if ready and self.idle_timeout:
                 self.deadline = time.monotonic() + self.idle_timeout
             for _, event in ready:

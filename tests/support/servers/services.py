@@ -74,3 +74,13 @@ def require_kubectl() -> str:
     if not found:
         skip_or_fail(f"kubectl is not installed. {describe_missing('kubectl')}")
     return str(found)
+
+
+def require_gvisor() -> str:
+    """Return the name of gVisor's runtime. Skips the test, or fails it, if the engine does not have it."""
+    import docker as sdk
+
+    start("gvisor")
+    if "runsc" not in sdk.from_env(timeout=60).info()["Runtimes"]:
+        skip_or_fail(f"The Docker Engine at hand has no runtime runsc. {describe_missing('gvisor')}")
+    return "runsc"

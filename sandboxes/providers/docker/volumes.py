@@ -19,7 +19,8 @@ OWNER_LABEL, NAME_LABEL = "leasehold.owner", "leasehold.name"  # of containers a
 # Label of volumes. The engine reports the time of a volume's directory as its creation time, and agents can change that time.
 CREATED_AT_LABEL = "leasehold.made_at"
 SPEC_LABEL = "leasehold.spec"  # JSON object with these fields of the SandboxSpec
-SPEC_FIELDS = ("name", "owner", "image", "labels", "memory_mib", "millicpus", "pids", "writable_root", "pool", "runtime")
+SPEC_FIELDS = ("name", "owner", "image", "labels", "memory_mib", "millicpus", "pids", "writable_root", "pool")
+LATER_FIELDS = ("runtime",)  # that volumes of earlier versions do not have: their containers had the default
 SPEC_PATHS = ("sockets", "agent", "data")  # fields of the SandboxSpec: a path, or None
 
 
@@ -39,7 +40,7 @@ def list_volumes(spec: SandboxSpec) -> list[tuple[str, str]]:
 
 def build_labels(spec: SandboxSpec) -> dict[str, str]:
     """Build the labels of new volumes of a sandbox."""
-    fields = {name: getattr(spec, name) for name in SPEC_FIELDS} | {"labels": dict(spec.labels)}
+    fields = {name: getattr(spec, name) for name in (*SPEC_FIELDS, *LATER_FIELDS)} | {"labels": dict(spec.labels)}
     paths = {name: str(path) if (path := getattr(spec, name)) else None for name in SPEC_PATHS}
     created_at = datetime.now(UTC).isoformat()  # noqa: TID251 - the engine's clock
     return {
@@ -114,6 +115,7 @@ def _parse_spec(text: str) -> SandboxSpec | None:
     try:
         fields = json.loads(text)
         values: dict[str, Any] = {name: fields[name] for name in SPEC_FIELDS}
+        values |= {name: fields[name] for name in LATER_FIELDS if name in fields}
         values |= {name: Path(fields[name]) if fields[name] else None for name in SPEC_PATHS}
         return SandboxSpec(**values)
     except (ValueError, TypeError, KeyError):

@@ -182,7 +182,6 @@ BOUNDS: dict[str, Copy | Limit | Words | Pattern | Requested | str] = {
     "CodingTask.base_commit": COMMIT, "CodingTask.head_commit": COMMIT, "CodingTask.pushing_commit": COMMIT,
     "CodingTask.branch": Limit(128, "prefix, 100 characters of the environment's id, 8 of a digest"),
     "CodingTask.proposal_title": Requested(SubmissionSerializer, "title"),
-    "Sandbox.runtime": Pattern(RUNTIME_PATTERN),  # of the pool's column and of the variables
     "CodingTask.pull_request_url": Limit(MAX_URL_CHARS, "checked by the forge; of a bare repository a path and a branch"),
     "CodingTask.test_command": Requested(NewCodingTaskSerializer, "test_command"),
     "CodingTask.title": Requested(NewCodingTaskSerializer, "title"),
@@ -191,6 +190,7 @@ BOUNDS: dict[str, Copy | Limit | Words | Pattern | Requested | str] = {
     "DataObject.key": OBJECT_KEY, "ObjectUpload.key": OBJECT_KEY, "OutputObject.key": OBJECT_KEY,
     "EgressConnection.connection_id": Limit(32, "UUID in hexadecimal digits"),
     "EgressConnection.domain": Limit(253, "TARGET_PATTERN and URL_PATTERN of request_head.py"),
+    "Sandbox.runtime": Pattern(RUNTIME_PATTERN),  # of the pool's column and of the variables
     "Environment.id": Requested(AcquireSerializer, "environment_id"),
     "Environment.phase": Requested(NewEnvironmentSerializer, "phase"),
     "Environment.end_reason": Pattern(f"condition:{CONDITION_PATTERN}", "condition:a"),

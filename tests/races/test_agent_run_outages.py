@@ -166,6 +166,7 @@ def test_start_at_any_step(lease: Lease, memory: MemoryProvider, monkeypatch: py
     """Only the thread of the command has the outage: the recorder waits until the heartbeat closes the Run."""
     executions, request = Counter[str](), build_request(AgentPolicy())
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claims, "HEARTBEAT", claims.Heartbeat())  # the thread of an earlier test still waits for an hour
 
     def execute(call: ProgramCall) -> ProgramResult:
         executions[call.argv[1]] += 1

@@ -108,6 +108,14 @@ def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -
         yield
 
 
+@pytest.fixture(scope="module")
+def compact_tables(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    """Remove the dead rows afterwards: a rollback leaves them, and the statistics, to the plans of later tests."""
+    yield
+    with django_db_blocker.unblock(), connections["default"].cursor() as cursor:
+        cursor.execute("VACUUM (FULL, ANALYZE)")
+
+
 @pytest.fixture(autouse=True)
 def clock_past_midnight() -> Iterator[None]:
     """Keep a test from crossing midnight UTC, because pages and commands count days by the clock.

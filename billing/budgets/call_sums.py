@@ -22,6 +22,7 @@ from sandboxes.models import LlmCall
 
 USAGE, CALLS = UsageRecord._meta.db_table, LlmCall._meta.db_table
 IS_MODEL_CALL = "kind = 'llm' AND outcome <> 'refused'"
+UNMETERED = Statement("NOT counted")
 
 
 class MeteredSum(NamedTuple):
@@ -37,7 +38,8 @@ UNKNOWN = MeteredSum(0, -1)
 def sum_lease(holder: UUID, measure: CallMeasure = USD) -> Decimal:
     """Sum all model calls of a lease."""
     owned = Statement("holder = %s", (holder,))
-    return _sum_all(measure, owned, [_build_sum_of_usage(measure, owned, ALWAYS)], ALWAYS, "llmcall_holder_uncounted")[0]
+    unmetered = _build_unmetered_sum(measure, _both(UNMETERED, owned), ALWAYS, "llmcall_holder_uncounted")
+    return _add_unmetered(measure, [_build_sum_of_usage(measure, owned, ALWAYS)], unmetered)[0]
 
 
 def sum_period(
@@ -49,7 +51,8 @@ def sum_period(
     measure, owned = MEASURES[budget.unit], build_call_condition(budget)
     metered = _build_metered_sums(measure, owned, split_period(began, ends), since)
     until = ALWAYS if ends is None else _before("started_at", ends)
-    return _sum_all(measure, owned, metered, _both(_since(began), until), "llmcall_uncounted", known)
+    unmetered = _build_unmetered_sum(measure, UNMETERED, _both(_since(began), until, owned), "llmcall_uncounted")
+    return _add_unmetered(measure, metered, unmetered, known)
 
 
 def sum_metered_before(budget: Budget, began: datetime, ends: datetime | None, day: date) -> Decimal:
@@ -60,16 +63,12 @@ def sum_metered_before(budget: Budget, began: datetime, ends: datetime | None, d
     return measure.to_amount(parts)
 
 
-def _sum_all(
-    measure: CallMeasure, owned: Statement, metered_sums: Sequence[Statement], period: Statement, index: str,
-    known: MeteredSum = UNKNOWN,
-) -> tuple[Decimal, MeteredSum]:  # fmt: skip
-    """Add sums of metered calls, and the unmetered calls of a period that match `owned`, which are found with `index`.
+def _add_unmetered(
+    measure: CallMeasure, metered_sums: Sequence[Statement], unmetered: Statement, known: MeteredSum = UNKNOWN
+) -> tuple[Decimal, MeteredSum]:
+    """Add sums of metered calls and the sum of unmetered ones. Return the total, and the part that is metered.
 
-    One statement, because a metering pass that commits between two would be counted in neither or in both. A call that was
-    metered, and whose cost or tokens changed later, counts with the difference."""
-    owed = f"COALESCE({measure.owed_sql}, 0) - COALESCE({measure.metered}, 0)"
-    unmetered = _build_sum_of_calls(measure, owed, owned, _both(Statement("NOT counted"), period), index)
+    One statement, because a metering pass that commits between two would be counted in neither or in both."""
     metered = _add(metered_sums)
     query = (
         f"SELECT mark, CASE WHEN mark = %s THEN %s ELSE {metered.text} END, ({unmetered.text}) "  # noqa: S608 - no user input
@@ -94,7 +93,7 @@ def _build_metered_sums(
     metered = f"COALESCE({measure.metered}, CASE WHEN counted THEN {measure.owed_sql} END, 0)"
     for began, ends in period.edges:
         if since <= began.date() and (until is None or began.date() < until):
-            sums.append(_build_sum_of_calls(measure, metered, owned, _both(_since(began), _before("started_at", ends))))
+            sums.append(_build_sum_of_calls(measure, metered, _both(_since(began), _before("started_at", ends)), owned))
     return sums
 
 
@@ -103,15 +102,27 @@ def _build_sum_of_usage(measure: CallMeasure, owned: Statement, days: Statement)
     return Statement(f"SELECT {total} FROM {USAGE} AS facts WHERE {where.text}", where.values)  # noqa: S608 - no user input
 
 
-def _build_sum_of_calls(measure: CallMeasure, owed: str, owned: Statement, period: Statement, index: str = "") -> Statement:
-    """Build the sum of `owed` over the calls of a period. Amounts out of range are left out, as in metering."""
-    day, hint = dialect.utc_date("started_at"), dialect.force_index(index) if index else ""
+def _build_unmetered_sum(measure: CallMeasure, selected: Statement, owned: Statement, index: str) -> Statement:
+    """Build the sum of the unmetered calls that match both conditions. The `selected` ones are read by `index`.
+
+    A call that was metered, and whose cost or tokens changed later, counts with the difference."""
+    owed = f"COALESCE({measure.owed_sql}, 0) - COALESCE({measure.metered}, 0)"
+    return _build_sum_of_calls(measure, owed, selected, owned, index)
+
+
+def _build_sum_of_calls(measure: CallMeasure, owed: str, selected: Statement, owned: Statement, index: str = "") -> Statement:
+    """Build the sum of `owed` over the calls that match both conditions. Amounts out of range are left out, as in metering.
+
+    With `index` only the `selected` calls are read, and the others of a period or an owner are not."""
+    day = dialect.utc_date("started_at")
+    hint, fence = (dialect.force_index(index), dialect.fence()) if index else ("", "")
     source = (
-        f"SELECT holder, agent_did, model, {day} AS day, {owed} AS owed FROM {CALLS} {hint} "  # noqa: S608 - no user input
-        f"WHERE {IS_MODEL_CALL} AND {period.text}"
+        f"SELECT holder, agent_did, model, kind, outcome, started_at, {day} AS day, {owed} AS owed "  # noqa: S608 - no user input
+        f"FROM {CALLS} {hint} WHERE {selected.text} {fence}"
     )
-    text = f"SELECT {measure.build_sum_sql('owed')} FROM ({source}) AS facts WHERE owed < {measure.limit} AND {owned.text}"  # noqa: S608
-    return Statement(text, (*period.values, *owned.values))
+    condition = f"{IS_MODEL_CALL} AND owed < {measure.limit} AND {owned.text}"
+    text = f"SELECT {measure.build_sum_sql('owed')} FROM ({source}) AS facts WHERE {condition}"  # noqa: S608 - no user input
+    return Statement(text, (*selected.values, *owned.values))
 
 
 def _add(sums: Sequence[Statement]) -> Statement:

@@ -82,6 +82,14 @@ def force_index(name: str) -> str:
     return "" if is_postgres() else f"INDEXED BY {name}"
 
 
+def fence() -> str:
+    """Return the end of a subquery that keeps the conditions of the outer query out of it on PostgreSQL, or "" on SQLite.
+
+    The plan of a prepared statement is made for unknown values: PostgreSQL assumes that a range of times selects 0.5 % of all
+    rows, and prefers an index of all times to a partial index of more rows, although the range may contain all."""
+    return "OFFSET 0" if is_postgres() else ""
+
+
 def share_lock() -> str:
     """Return the clause that keeps the rows of a SELECT from being changed or deleted, and lets others lock them in this way.
 

@@ -1,6 +1,6 @@
 """Plans of the console's searches and filters on an installation with a long history, and the rows that they find."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -9,7 +9,6 @@ from django.db import connection, transaction
 from django.db.models import Q
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
-from pytest_django import DjangoDbBlocker
 
 from billing.admin.usage import UsageRecordAdmin
 from billing.models import UsageRecord
@@ -36,6 +35,7 @@ from tests.support.plans import find_growing_tables, list_full_reads
 pytestmark = [
     pytest.mark.django_db,
     pytest.mark.postgres("plans"),
+    pytest.mark.usefixtures("compact_tables"),
     pytest.mark.skipif(connection.vendor != "postgresql", reason="plans of PostgreSQL"),
 ]
 RUNS = 30_000
@@ -75,14 +75,6 @@ INDEXES = {
     "leases/codingtask/?slice=all&q=nothing": ["codingtask_title_prefix", "codingtask_branch_prefix"],
 }  # fmt: skip
 TERMS = ["nothing", "game-17", "game-2", "did:plc:a77", "did:plc:a7", "did:", "did:plc:a77 game-17"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compact_tables(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
-    """Remove the dead rows afterwards: a rollback leaves them, and the statistics, to the plans of later tests."""
-    yield
-    with django_db_blocker.unblock(), connection.cursor() as cursor:
-        cursor.execute("VACUUM (FULL, ANALYZE)")
 
 
 @pytest.fixture

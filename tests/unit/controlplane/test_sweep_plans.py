@@ -1,12 +1,11 @@
 """Plans of the queries of the sweeps on an installation with a long history: none reads the whole of a growing table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
-from pytest_django import DjangoDbBlocker
 
 from controlplane.schedules import SCHEDULE
 from leases.models import Lease
@@ -20,6 +19,7 @@ from tests.support.plans import find_growing_tables, list_full_reads
 pytestmark = [
     pytest.mark.django_db,
     pytest.mark.postgres("plans"),
+    pytest.mark.usefixtures("compact_tables"),
     pytest.mark.skipif(connection.vendor != "postgresql", reason="plans of PostgreSQL"),
 ]
 RUNS = 30_000
@@ -31,14 +31,6 @@ GROWING = {
 }  # fmt: skip
 # `heartbeat` makes no query; `retention` deletes a part of the history, in batches of a share that only a test has.
 EXCLUDED = {"heartbeat", "retention"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compact_tables(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
-    """Remove the dead rows afterwards: a rollback leaves them, and the statistics, to the plans of later tests."""
-    yield
-    with django_db_blocker.unblock(), connection.cursor() as cursor:
-        cursor.execute("VACUUM (FULL, ANALYZE)")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from django.db import Error as DatabaseError
 from django.db import close_old_connections, connections
 from django.db.models import QuerySet
 
+from sandboxes.background import OnDemandThread
 from sandboxes.db.clock import Clock
 from sandboxes.errors import ClaimLost
 
@@ -121,23 +122,19 @@ class Heartbeat:
         os.register_at_fork(after_in_child=self._reset)  # a child has no threads, and its parent's claims are not its own
 
     def _reset(self) -> None:
-        self._lock, self._held, self._thread = threading.Lock(), set[Progress](), None
-
-    _thread: threading.Thread | None
+        self._lock, self._held, self._thread = threading.Lock(), set[Progress](), OnDemandThread("heartbeat", self._run)
 
     def add(self, progress: Progress) -> None:
         with self._lock:
             self._held.add(progress)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-                self._thread.start()
+            self._thread.start()
 
     def remove(self, progress: Progress) -> None:
         with self._lock:
             self._held.discard(progress)
 
     def beat(self) -> None:
-        """Extend each claim whose work made progress. A lost claim, or a database that fails, affects no other claim."""
+        """Extend each claim whose work made progress. A lost claim, or any error, affects no other claim."""
         for progress in [*self._held]:
             if progress not in self._held:  # its work has ended during this beat
                 continue
@@ -148,6 +145,8 @@ class Heartbeat:
                     log.warning("claim lost", claim=str(progress))
             except DatabaseError as error:  # tried again at the next beat
                 log.warning("claim not extended", error=str(error))
+            except Exception:
+                log.exception("claim not extended", claim=str(progress))
 
     def _run(self) -> None:
         pause = threading.Event()
@@ -156,7 +155,7 @@ class Heartbeat:
                 pause.wait(HEARTBEAT_SECONDS)
                 with self._lock:
                     if not self._held:
-                        self._thread = None
+                        self._thread.release()
                         return
                 close_old_connections()
                 self.beat()

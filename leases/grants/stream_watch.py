@@ -12,6 +12,7 @@ from django.db import Error as DatabaseError
 
 from leases.grants import issuers
 from leases.grants.issuers import Right
+from sandboxes.background import OnDemandThread
 from sandboxes.db import database_time
 from sandboxes.db.clock import Clock
 from sandboxes.streams import rows
@@ -27,15 +28,13 @@ class StreamWatch:
     def __init__(self, now: Clock = database_time.now_without_query) -> None:
         self._now, self._lock = now, threading.Lock()
         self._rights = dict[StreamSlot, Right]()
-        self._thread: threading.Thread | None = None
+        self._thread = OnDemandThread("stream-watch", self._run)
 
     def add(self, slot: StreamSlot, right: Right) -> None:
         """Watch a stream."""
         with self._lock:
             self._rights[slot] = right
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="stream-watch", daemon=True)
-                self._thread.start()
+            self._thread.start()
 
     def remove(self, slot: StreamSlot) -> None:
         """Stop watching a stream. Idempotent."""
@@ -59,7 +58,7 @@ class StreamWatch:
             time.sleep(CHECK_INTERVAL_SECONDS)
             with self._lock:
                 if not self._rights:
-                    self._thread = None
+                    self._thread.release()
                     return
             try:
                 self.check()

@@ -15,6 +15,7 @@ from leases.queue import attempts, queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import Attempt
 from sandboxes import installation_marks, long_calls
+from sandboxes.background import OnDemandThread
 from sandboxes.db import database_time
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 
@@ -46,15 +47,14 @@ class Runner:
         self.name = attempts.build_runner_name()
         self._count, self._now, self._start_thread = thread_count, now, start_thread
         self._wakeup, self._stopping, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        self._main: threading.Thread | None = None
+        self._main = OnDemandThread("runner", self._run)
         self._refusal = ""  # that was logged
         self._executing = set[Attempt]()  # each by a thread, which removes the attempt at its end
 
     def start(self) -> None:
         """Start the main thread, unless it runs or the runner has no threads."""
         with self._lock:
-            if self._main is None and self._count and not self._stopping.is_set():
-                self._main = threading.Thread(target=self._run, name="runner", daemon=True)
+            if self._count and not self._stopping.is_set():
                 self._main.start()
 
     def notify(self) -> None:
@@ -69,8 +69,7 @@ class Runner:
 
     def join(self) -> None:
         """Wait until all runs of this process have ended. Call `stop` before."""
-        if self._main is not None:
-            self._main.join()
+        self._main.join()
 
     @property
     def is_idle(self) -> bool:

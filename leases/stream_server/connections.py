@@ -3,17 +3,16 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import Error as DatabaseError
-
 from leases.errors import GrantEnded
 from leases.stream_server import access
 from leases.stream_server.grants import EXPIRED, PreviewGrant, TerminalGrant, has_expired
+from sandboxes.background import repeat
 from sandboxes.egress.call_tracking import DatabaseThreads
 from sandboxes.errors import SandboxError
 
@@ -73,10 +72,7 @@ class Connections:
         """Cancel connections whose grant has ended, until cancelled.
 
         After a database error they continue, up to the expiry of their URL."""
-        while True:
-            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
-            with suppress(DatabaseError):
-                await self.check()
+        await repeat(self.check, "grants of connections not checked", seconds=CHECK_INTERVAL_SECONDS)
 
     async def check(self) -> None:
         """Cancel connections whose grant has ended."""

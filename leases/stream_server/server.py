@@ -22,6 +22,7 @@ from leases.stream_server.port_connections import Ports
 from leases.stream_server.previews import Previews
 from leases.stream_server.terminals import Terminals
 from sandboxes.agent.gateway import AgentGateway
+from sandboxes.background import repeat
 from sandboxes.db import database_time
 from sandboxes.db.clock import Clock
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
@@ -61,8 +62,9 @@ async def listening(gateway: AgentGateway, now: Clock = database_time.now_withou
         access_log=None, handler_cancellation=True, shutdown_timeout=1.0,
     )  # fmt: skip
     await runner.setup()
+    close_idle = repeat(ports.close_idle, "idle previews not closed", seconds=IDLE_CHECK_SECONDS)
     tasks = [
-        asyncio.create_task(_bind(runner)), asyncio.create_task(connections.watch()), asyncio.create_task(_close_idle(ports))
+        asyncio.create_task(_bind(runner)), asyncio.create_task(connections.watch()), asyncio.create_task(close_idle)
     ]  # fmt: skip
     try:
         yield
@@ -90,12 +92,6 @@ async def _bind(runner: web.AppRunner) -> None:
             continue
         address.record_port(int(runner.addresses[0][1]))
         return
-
-
-async def _close_idle(ports: Ports) -> None:
-    while True:
-        await asyncio.sleep(IDLE_CHECK_SECONDS)
-        await ports.close_idle()
 
 
 def build_application(terminals: Terminals, previews: Previews) -> web.Application:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import structlog
 from django.db import Error as DatabaseError
 from django.db import close_old_connections, connection
 
+from sandboxes.background import repeat
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress import authorization, settlement
 from sandboxes.egress.authorization import CallerIdentity
@@ -90,6 +91,7 @@ class CallTracker:
     now: Callable[[], datetime]
     database: DatabaseThreads
     active: dict[int, ActiveCall] = field(default_factory=dict)
+    _extended_at: float = field(default_factory=time.monotonic)
 
     @asynccontextmanager
     async def track(self, row: LlmCall, caller: CallerIdentity) -> AsyncIterator[CallResult]:
@@ -127,18 +129,16 @@ class CallTracker:
                 call.task.cancel()
 
     async def watch_leases(self) -> None:
-        """Cancel calls whose lease no longer holds the sandbox, and extend the deadlines of open relay connections.
+        """Check the leases of calls at intervals, until cancelled. After an error active calls continue."""
+        await repeat(self._check_leases, "leases of calls not checked", seconds=HOLDER_CHECK_INTERVAL_SECONDS)
 
-        Runs until cancelled. After a database error active calls continue, and the check is repeated at the next interval."""
-        extended_at = time.monotonic()
-        while True:
-            await asyncio.sleep(HOLDER_CHECK_INTERVAL_SECONDS)
-            with suppress(DatabaseError):
-                await self._cancel_unheld()
-                if time.monotonic() - extended_at > RELAY_HEARTBEAT_INTERVAL_SECONDS:
-                    extended_at = time.monotonic()
-                    relays = [pk for pk, call in self.active.items() if call.row.kind == LlmCall.Kind.RELAY]
-                    await self.database.run(settlement.extend_relay_deadlines, relays, now=self.now())
+    async def _check_leases(self) -> None:
+        """Cancel calls whose lease no longer holds the sandbox, and extend the deadlines of open relay connections."""
+        await self._cancel_unheld()
+        if time.monotonic() - self._extended_at > RELAY_HEARTBEAT_INTERVAL_SECONDS:
+            self._extended_at = time.monotonic()
+            relays = [pk for pk, call in self.active.items() if call.row.kind == LlmCall.Kind.RELAY]
+            await self.database.run(settlement.extend_relay_deadlines, relays, now=self.now())
 
     async def _cancel_unheld(self) -> None:
         calls = [*self.active.values()]

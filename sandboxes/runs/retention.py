@@ -11,14 +11,17 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+import structlog
 from django.core.exceptions import ImproperlyConfigured
 
+from sandboxes.background import OnDemandThread
 from sandboxes.errors import SandboxError
 from sandboxes.hosts import registry
 from sandboxes.models import GONE_STATES, Run
 from sandboxes.providers.base import Provider
 from sandboxes.providers.errors import ProviderError
 
+log = structlog.get_logger(__name__)
 REPLAY_SECONDS = 30.0
 # Of one sandbox; the oldest is acknowledged early. The agent retains at most 256 results and 32 MiB, and drops output beyond.
 MAX_RETAINED_RESULTS, MAX_RETAINED_BYTES = 16, 8 << 20
@@ -43,7 +46,8 @@ class Acknowledger:
 
     def __init__(self) -> None:
         self._results = deque[RetainedResult]()
-        self._changed, self._flushing, self._has_thread = threading.Condition(), False, False
+        self._changed, self._flushing = threading.Condition(), False
+        self._thread = OnDemandThread("acknowledgements", self._run)
 
     def put(self, result: RetainedResult) -> None:
         """Retain a result, and acknowledge older ones of the same sandbox above the limits."""
@@ -51,9 +55,7 @@ class Acknowledger:
             self._results.append(result)
             excess = self._take_excess(result.ref)
             self._changed.notify()
-            if not self._has_thread:
-                self._has_thread = True
-                threading.Thread(target=self._run, name="acknowledgements", daemon=True).start()
+            self._thread.start()
         for old in excess:
             old.acknowledge()
 
@@ -77,7 +79,10 @@ class Acknowledger:
 
     def _run(self) -> None:
         while result := self._take():
-            result.acknowledge()
+            try:
+                result.acknowledge()
+            except Exception:  # the sandbox drops it after its own limits
+                log.exception("result not acknowledged", ref=result.ref)
 
     def _take(self) -> RetainedResult | None:
         """Wait for the oldest result to be due. None if there is no result left: the thread ends."""
@@ -87,7 +92,7 @@ class Acknowledger:
                 if pause <= 0 or self._flushing:
                     return self._results.popleft()
                 self._changed.wait(pause)
-            self._has_thread = False
+            self._thread.release()
             return None
 
 

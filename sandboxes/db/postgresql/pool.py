@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
+from sandboxes.background import OnDemandThread
 from sandboxes.db.connection_errors import NoFreeConnection
 
 KEPT_CONNECTIONS, SURPLUS_SECONDS = 2, 1.5  # number kept for the whole `idle_seconds`, and time after which others are closed
@@ -40,7 +41,7 @@ class ConnectionPool:
         self._changed = threading.Condition()
         self._idle: list[tuple[float, Any]] = []  # (time of the return, connection), the last returned at the end
         self._used = weakref.WeakSet[Any]()  # a thread may end without returning its connection
-        self._opening, self._has_thread = 0, False
+        self._opening, self._closing = 0, OnDemandThread("idle-database-connections", self._run)
 
     def take(self, open_connection: Callable[[], Any]) -> Any:
         """Return an idle connection, or a new one. Raise NoFreeConnection, and the errors of `open_connection`."""
@@ -90,9 +91,7 @@ class ConnectionPool:
             self._used.discard(connection)
             if is_kept:
                 self._idle.append((self._clock(), connection))
-                if not self._has_thread:
-                    self._has_thread = True
-                    threading.Thread(target=self._run, name="idle-database-connections", daemon=True).start()
+                self._closing.start()
             self._changed.notify()
         if not is_kept:
             connection.close()
@@ -107,7 +106,8 @@ class ConnectionPool:
             self._idle = [entry for end, entry in zip(ends, self._idle, strict=True) if end > now]
             # Connections that are returned meanwhile make others surplus.
             pause = min(surplus_seconds, *(end - now for end in ends if end > now)) if self._idle else None
-            self._has_thread = pause is not None
+            if pause is None:
+                self._closing.release()
         for connection in due:
             connection.close()
         return pause

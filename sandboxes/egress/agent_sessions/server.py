@@ -19,6 +19,7 @@ from sandboxes.agent import internal
 from sandboxes.agent.addresses import AgentOutdated
 from sandboxes.agent.gateway import AgentGateway, AgentSession, Session
 from sandboxes.agent.protocol import RawFrame, UnsupportedVersion
+from sandboxes.background import repeat
 from sandboxes.db.connection_errors import CONNECTION_ERRORS
 from sandboxes.egress import gateway_tokens
 from sandboxes.egress.agent_sessions import routes
@@ -102,7 +103,7 @@ class AgentSessionServer:
     async def serving(self, address: str) -> AsyncIterator[None]:
         """Check sessions during the block, and end all of them after it."""
         self.address, self.gateway.connect_elsewhere = address, self._connect_elsewhere
-        watcher = asyncio.create_task(self._watch())
+        watcher = asyncio.create_task(repeat(self.check, "agents' sessions not checked", seconds=CHECK_SECONDS))
         try:
             yield
         finally:
@@ -190,15 +191,8 @@ class AgentSessionServer:
         with contextlib.suppress(DatabaseError, RuntimeError):  # RuntimeError: this process ends. A client is refused then.
             await self.database.run(routes.clear, session.agent.sandbox, session.opened.number, session.refused_version)
 
-    async def _watch(self) -> None:
-        """End sessions that were revoked, or whose agent has connected to another gateway. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(CHECK_SECONDS)
-            with contextlib.suppress(DatabaseError):  # without a database sessions go on
-                await self.check()
-
     async def check(self) -> None:
-        """End sessions that are not valid any more. Raise DatabaseError."""
+        """End sessions that were revoked, or whose agent has connected to another gateway. Raise DatabaseError."""
         sessions = dict(self._sessions)
         if not sessions:
             return

@@ -22,6 +22,7 @@ import structlog
 from django.db import Error as DatabaseError
 
 from sandboxes.agent.gateway import bind_listener
+from sandboxes.background import repeat
 from sandboxes.db.encryption import DecryptionFailed
 from sandboxes.egress.allow_list import connections, destinations
 from sandboxes.egress.allow_list.client_hello import InvalidHello, parse_client_hello
@@ -63,6 +64,7 @@ class AllowListProxy:
     database: DatabaseThreads
     counts: Counter[str] = field(default_factory=Counter)  # "admitted" and "refused" since the start
     _open: set[OpenConnection] = field(default_factory=set)
+    _checks: int = 0
     _sockets: Counter[int] = field(default_factory=Counter)  # accepted connections by slot
     _budgets: dict[int, "LeaseBudget"] = field(default_factory=dict)  # by slot, while it has connections
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -74,7 +76,7 @@ class AllowListProxy:
         loop = asyncio.get_running_loop()
         self._resolver = ThreadPoolExecutor(MAX_RESOLVER_THREADS, thread_name_prefix="resolver")
         listeners = {bind_listener(path, mode=0o666): slot for path, slot in sockets.items()}
-        watcher = loop.create_task(self._watch())
+        watcher = loop.create_task(repeat(self._watch, "connections not checked", seconds=CHECK_INTERVAL_SECONDS))
         try:
             for listener, slot in listeners.items():
                 loop.add_reader(listener, self._accept, listener, slot)
@@ -212,19 +214,15 @@ class AllowListProxy:
         return self._tls
 
     async def _watch(self) -> None:
-        """Cut connections that are idle, too long or of an ended lease. Record the bytes. Runs until cancelled."""
-        checks = 0
-        while True:
-            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
-            checks += 1
-            for opened in [*self._open]:
-                if reason := opened.traffic.find_timeout():
-                    _cut(opened, reason)
-            with suppress(DatabaseError):  # connections continue, and the check is repeated
-                await self._cut_unheld()
-                if checks % HEARTBEAT_CHECKS == 0 and self._open:
-                    results = {opened.admission.row.pk: opened.traffic.result for opened in self._open}
-                    await self.database.run(connections.record_progress, results, now=self.now())
+        """Cut connections that are idle, too long or of an ended lease. Record the bytes. Raise DatabaseError."""
+        self._checks += 1
+        for opened in [*self._open]:
+            if reason := opened.traffic.find_timeout():
+                _cut(opened, reason)
+        await self._cut_unheld()
+        if self._checks % HEARTBEAT_CHECKS == 0 and self._open:
+            results = {opened.admission.row.pk: opened.traffic.result for opened in self._open}
+            await self.database.run(connections.record_progress, results, now=self.now())
 
     async def _cut_unheld(self) -> None:
         holdings = {opened: (opened.admission.caller.sandbox.pk, opened.admission.caller.holder) for opened in self._open}

@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import psycopg
@@ -16,6 +17,7 @@ from psycopg.pq import TransactionStatus
 
 from controlplane import checks
 from controlplane.errors import build_error_response
+from sandboxes.background import OnDemandThread
 from sandboxes.db.connection_errors import NoFreeConnection
 from sandboxes.db.postgresql import base
 from sandboxes.db.postgresql.pool import KEPT_CONNECTIONS, SURPLUS_SECONDS, ConnectionPool
@@ -52,7 +54,7 @@ def connect() -> Any:
 
 def make_pool(clock: Clock, *, bound: int = 0, wait: float = 0.0) -> ConnectionPool:
     pool = ConnectionPool(max_connections=bound, idle_seconds=10.0, wait_seconds=wait, clock=clock)
-    pool._has_thread = True  # the test closes what is due
+    pool._closing = cast(OnDemandThread, SimpleNamespace(start=bool, release=bool))  # the test closes what is due
     return pool
 
 

@@ -11,9 +11,6 @@ from decimal import Decimal
 
 import django
 
-from sandboxes.audit import COMMAND_LINE
-from tests.support.actors import console_user
-
 if __name__ == "__main__":
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     django.setup()
@@ -37,6 +34,7 @@ from leases.queue import queue
 from leases.queue.models import QueuedRun
 from leases.queue.queue import QueueOptions
 from sandboxes import eviction, processes, providers
+from sandboxes.audit import COMMAND_LINE
 from sandboxes.identity import signing
 from sandboxes.models import Policy, Pool, Quota, Sandbox, SandboxState, Sweep, Webhook
 from sandboxes.pool import allocation
@@ -51,6 +49,7 @@ from sandboxes.stores import lease_stores
 from sandboxes.sweeps import passes
 from sandboxes.webhooks import delivery, outbox, subscriptions
 from sandboxes.webhooks.http_post import PostResult
+from tests.support.actors import console_user
 from tests.support.billing import (
     HOUR,
     close_month,

@@ -189,6 +189,7 @@ class PoolAdmin(ConsoleModelAdmin):
                     "warm_target",
                     "provider",
                     "image",
+                    "runtime",
                     "restricted",
                 ]
             },
@@ -200,7 +201,6 @@ class PoolAdmin(ConsoleModelAdmin):
                     "memory_mib",
                     "millicpus",
                     "pids",
-                    "runtime",
                     "workspace_limit_mib",
                 ]
             },

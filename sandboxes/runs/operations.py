@@ -50,7 +50,7 @@ from sandboxes.state import data_sync, unrecorded
 from sandboxes.storage.base import DiskFull, StoreError
 
 log = structlog.get_logger(__name__)
-REFUSALS = (NoSuchFile, Rejected, SandboxError, DiskFull)  # the operation has had no effect
+ERRORS_WITHOUT_EFFECT = (NoSuchFile, Rejected, SandboxError, DiskFull)
 RUN_NOT_CLOSED = "run not closed"  # message of the log
 
 
@@ -250,10 +250,10 @@ def _record_failure(opened: Operation, failed: Exception, guard: Guard, clock: C
 def _fail_operation_later(opened: Operation, failed: Exception, clock: Clock, *, actor: str) -> None:
     """Like _fail_operation, without calls of the provider: a sweep looks for a command that may run, and for a lost sandbox."""
     note = f"{type(failed).__name__}: {failed}"
-    if opened.entered and opened.executing and not isinstance(failed, REFUSALS):
+    if opened.entered and opened.executing and not isinstance(failed, ERRORS_WITHOUT_EFFECT):
         failures.abandon_run(opened.run, note)
         return
-    outcome = RunOutcome.FAILED if not opened.entered or isinstance(failed, REFUSALS) else RunOutcome.ERROR
+    outcome = RunOutcome.FAILED if not opened.entered or isinstance(failed, ERRORS_WITHOUT_EFFECT) else RunOutcome.ERROR
     if opened.result:
         outcome = classify_outcome(opened.result)
     code = getattr(failed, "code", "internal")
@@ -333,7 +333,7 @@ def _fail_operation(opened: Operation, failed: Exception, *, now: datetime, acto
     if isinstance(failed, OutOfSpace) and not opened.executing:
         close_run(opened.run, now=now, outcome=RunOutcome.FAILED, note=str(failed), code=code, actor=actor)
         return failures.translate_error(failed)
-    if isinstance(failed, REFUSALS):
+    if isinstance(failed, ERRORS_WITHOUT_EFFECT):
         outcome = classify_outcome(opened.result) if opened.result else RunOutcome.FAILED
         close_run(opened.run, now=now, outcome=outcome, result=opened.result, note=str(failed), code=code, actor=actor)
         return failed

@@ -20,6 +20,11 @@ AGENT_RUNS, SWEEP_LOG, END_WATCH = (
     "sandboxes/sweep_log.py",
     "sandboxes/sweeps/end_watch.py",
 )
+BACKGROUND, CLAIMS, TEST_BACKGROUND = (
+    "sandboxes/background.py",
+    "sandboxes/claims.py",
+    "tests/unit/sandboxes/test_background.py",
+)
 SANDBOX_AGENT = "sandboxes/image/agent/main.py"
 SUSPENSION, TEST_SUSPENSION = "sandboxes/suspension.py", "tests/unit/sandboxes/test_suspension.py"
 ALLOW_LISTS, IDEMPOTENCY = "leases/allow_lists.py", "leases/api/base/idempotency.py"
@@ -300,6 +305,20 @@ MUTANTS = (
         before="AgentRun.objects.filter(pk=row.pk, recorder_deadline=previous, ended_at__isnull=True)",
         after="AgentRun.objects.filter(pk=row.pk, ended_at__isnull=True)",
         tests=[f"{TEST_AGENT_RUNS}::test_agent_run_that_another_sweep_has_claimed_since_is_left_to_it"],
+    ),
+    Mutant(
+        name="claims-heartbeat-ends-with-an-unexpected-error",
+        path=CLAIMS,
+        before='            except Exception:\n                log.exception("claim not extended"',
+        after='            except RecursionError:\n                log.exception("claim not extended"',
+        tests=[f"{TEST_BACKGROUND}::test_the_heartbeat_outlives_a_claim_that_fails"],
+    ),
+    Mutant(
+        name="claims-dead-thread-taken-for-a-running-one",
+        path=BACKGROUND,
+        before="self._thread is not None and self._thread.is_alive()",
+        after="self._thread is not None",
+        tests=[f"{TEST_BACKGROUND}::test_a_thread_that_has_died_is_started_again"],
     ),
     # --- queue of runs ---
     Mutant(
@@ -864,6 +883,13 @@ MUTANTS = (
         before="if reads and scope == KeyScope.LEASES",
         after="if scope == KeyScope.LEASES",
         tests=[f"{TEST_KEYS}::test_an_operation_needs_its_scope"],
+    ),
+    Mutant(
+        name="keys-freed-although-the-commit-may-have-succeeded",
+        path=IDEMPOTENCY,
+        before="is_refusal = isinstance(failed, REFUSALS)",
+        after="is_refusal = True",
+        tests=[f"{TEST_IDEMPOTENCY}::test_a_request_whose_commit_was_not_answered_acts_once"],
     ),
     Mutant(
         name="keys-run-id-changes-with-a-rotation",

@@ -157,8 +157,11 @@ class Heartbeat:
                     if not self._held:
                         self._thread.release()
                         return
-                close_old_connections()
-                self.beat()
+                try:
+                    close_old_connections()
+                    self.beat()
+                except Exception:  # the next beat must not be lost with this one
+                    log.exception("heartbeat failed")
         finally:
             connections.close_all()
 

@@ -88,7 +88,13 @@ class Counted(Progress):
 @pytest.mark.parametrize("error", [ValueError("unexpected"), OperationalError("closed"), ClaimLost()], ids=repr)
 def test_the_heartbeat_outlives_a_claim_that_fails(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.0)
-    monkeypatch.setattr(claims, "close_old_connections", bool)
+    closes = iter([error])
+
+    def fail_once() -> None:
+        if failed := next(closes, None):
+            raise failed
+
+    monkeypatch.setattr(claims, "close_old_connections", fail_once)
     heartbeat, others = Heartbeat(), [Counted(), Counted(), Counted()]
     failing = Failing(error)
     for progress in (others[0], failing, others[1]):

@@ -83,10 +83,14 @@ def is_about_calls(node: dict[str, Any]) -> bool:
 def test_budget_reads_no_metered_call(busy_lease: Lease, sums: list[tuple[str, list[Any]]], scope: Scope, unit: str) -> None:
     subject = {Scope.ALL: "", Scope.AGENT: busy_lease.agent_did}.get(scope, "other")
     sum_spent_now(Budget(scope=scope, subject=subject, unit=unit, amount=Decimal(1), period="month"), now=NOW)
-    assert [count_calls_read(*each) for each in sums] <= [UNMETERED]
+    [executed] = sums
+    read = count_calls_read(*executed)
+    assert read <= UNMETERED
+    assert read or scope not in (Scope.ALL, Scope.AGENT)  # of others the planner may find first that they have no lease
 
 
 @pytest.mark.parametrize("unit", ["usd", "tokens"])
 def test_limit_of_a_lease_reads_no_metered_call(busy_lease: Lease, sums: list[tuple[str, list[Any]]], unit: Any) -> None:
     sum_lease_calls(busy_lease.pk, unit)
-    assert [count_calls_read(*each) for each in sums] <= [UNMETERED]
+    [executed] = sums
+    assert count_calls_read(*executed) == UNMETERED

@@ -32,7 +32,7 @@ from tests.support.database import MigratedRows, restore_template
 from tests.support.sandbox_agent import Gateway
 from tests.support.servers import services
 from tests.support.servers.receiver import WebhookReceiver, run_receiver
-from tests.support.servers.services import SERVICES_REQUIRED, skip_or_fail
+from tests.support.servers.services import SERVICES_REQUIRED, require_environment, skip_or_fail
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -178,6 +178,20 @@ def docker_ready() -> None:
         client.images.get(DOCKER_IMAGE)
     except sdk.errors.DockerException as failed:
         skip_or_fail(f"No Docker Engine with the image {DOCKER_IMAGE}: {failed}")
+
+
+@pytest.fixture(scope="session")
+def cluster_access(docker_ready: None) -> Iterator[Any]:
+    """Access to the cluster of the developer (make kind-test), or to one of this run."""
+    from tests.support.cluster_access import read_access
+    from tests.support.own_cluster.cluster import own_cluster
+
+    if access := read_access():
+        yield access
+        return
+    [directory] = require_environment("kubernetes", "TEST_KUBERNETES_PROGRAMS")
+    with own_cluster(Path(directory), [DOCKER_IMAGE]) as cluster:
+        yield cluster.access
 
 
 @pytest.fixture(scope="session")

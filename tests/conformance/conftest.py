@@ -39,9 +39,11 @@ MEMORY_HOG_SCRIPT = "x = b'x' * (1 << 30)"  # written, not only reserved
 SLOW_MEMORY_HOG_SCRIPT = "import time; x = [time.sleep(0.02) or b'x' * (i + (1 << 18)) for i in range(4000)]"
 AGENT_SECONDS = 60.0  # for an agent to connect
 REMOTE = tuple(EMULATORS)
-SHARED = {"docker", "kubernetes", *REMOTE}  # providers whose sandbox is shared by the tests of a module
+SHARED = {"docker", "kubernetes", "cluster", *REMOTE}  # providers whose sandbox is shared by the tests of a module
 BY_ENGINE = "docker by engine"  # commands and file operations by the engine's exec instead of the agent in the container
 GVISOR = "docker under gvisor"  # by the engine's exec, too: the gateway cannot identify the agent
+CLUSTER = "cluster of Kubernetes"  # the emulator is "kubernetes"
+IN_NEED_OF_DOCKER = ("docker", "kubernetes", "cluster")
 # Providers with an implementation of their own: the fast lanes have all of their cases.
 FULL_KINDS = ("memory", "process", "docker", REFERENCE_VENDOR)
 # Providers that share most of their implementation with one of these, by reason: the fast lanes have their smoke cases.
@@ -53,7 +55,10 @@ SMOKE_KINDS = {
 
 
 # Providers whose smoke tests are elsewhere.
-MATRIX_KINDS = {GVISOR: "tests/docker/test_gvisor.py has the smoke cases"}
+MATRIX_KINDS = {
+    GVISOR: "tests/docker/test_gvisor.py has the smoke cases",
+    CLUSTER: "the emulator has the smoke cases",
+}
 # Cases that fail under gVisor, by reason.
 NO_AGENT = "the agent is not used: the gateway cannot identify it"
 NO_HOLES = "its files have no holes that a program could find: a sparse file is stored whole, at its apparent size"
@@ -71,7 +76,7 @@ GVISOR_FAILURES = {
 def pytest_itemcollected(item):
     mark_matrix(item, SMOKE_KINDS)
     mark_matrix(item, MATRIX_KINDS, has_smoke_cases=False)
-    if find_kind(item, MATRIX_KINDS) and (reason := GVISOR_FAILURES.get(item.originalname)):
+    if find_kind(item, [GVISOR]) and (reason := GVISOR_FAILURES.get(item.originalname)):
         item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
@@ -209,7 +214,9 @@ class ProviderBench:
 
 
 def make_params(kinds):
-    return [pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith(("docker", "kubernetes"))) for kind in kinds]
+    return [
+        pytest.param(kind, marks=[pytest.mark.docker] * kind.startswith(("docker", "kubernetes", "cluster"))) for kind in kinds
+    ]
 
 
 @pytest.fixture(scope="package")
@@ -221,16 +228,21 @@ def gateway(agent_gateway):
 
 
 @pytest.fixture(scope="package")
-def kubernetes(request, tmp_path_factory):
-    """A cluster on the Docker Engine, or that of KUBECONFIG, and the gateway that the agents of its Pods join."""
-    if real_cluster.IS_SELECTED:
-        directory = tmp_path_factory.mktemp("cluster")
-        with real_cluster.reachable_gateway() as gateway, real_cluster.prepared_cluster(directory, gateway) as cluster:
-            yield cluster
-        return
-    request.getfixturevalue("docker_ready")
+def kubernetes(docker_ready, tmp_path_factory):
+    """The emulator of a cluster on the Docker Engine, and the gateway that the agents of its Pods join."""
     with running_gateway() as gateway, serve_kubernetes(tmp_path_factory.mktemp("kubernetes")) as emulator:
         yield Cluster(emulator, gateway)
+
+
+@pytest.fixture(scope="package")
+def cluster(cluster_access, tmp_path_factory):
+    """A real cluster, and the gateway that the agents of its Pods join."""
+    directory = tmp_path_factory.mktemp("cluster")
+    with (
+        real_cluster.reachable_gateway(cluster_access) as gateway,
+        real_cluster.prepared_cluster(cluster_access, directory, gateway) as cluster,
+    ):
+        yield cluster
 
 
 def connect_cluster(cluster):
@@ -253,8 +265,8 @@ def make_bench(request, tmp_path):
         wait_for_late_agents(request.getfixturevalue("monkeypatch"))
         provider, runtime = DockerProvider(), require_gvisor() if request.param == GVISOR else ""
         return ProviderBench(provider, agent=gateway.mount, runtime=runtime, stop=provider._engine.client.kill)
-    if kind == "kubernetes":
-        return connect_cluster(request.getfixturevalue("kubernetes"))
+    if kind in ("kubernetes", "cluster"):
+        return connect_cluster(request.getfixturevalue(kind))
     if kind in REMOTE:
         emulator = request.getfixturevalue("emulators")(kind)
         return ProviderBench(connect_provider(kind, emulator), stop=emulator.stop_idle)
@@ -285,8 +297,8 @@ def shared_box(request):
         if (kind, runtime) not in benches:
             if kind == "docker":
                 bench = ProviderBench(DockerProvider(), agent=request.getfixturevalue("gateway").mount, runtime=runtime)
-            elif kind == "kubernetes":
-                bench = connect_cluster(request.getfixturevalue("kubernetes"))
+            elif kind in ("kubernetes", "cluster"):
+                bench = connect_cluster(request.getfixturevalue(kind))
             else:
                 bench = ProviderBench(connect_provider(kind, request.getfixturevalue("emulators")(kind)))
             benches[kind, runtime] = bench, bench.box()
@@ -316,15 +328,17 @@ def make_box_fixture(*kinds, root=WORKSPACE):
     return fixture
 
 
-bench = make_bench_fixture("memory", "process", "docker", GVISOR, "kubernetes", *REMOTE)
-real_bench = make_bench_fixture("process", "docker", GVISOR, "kubernetes", *REMOTE)  # providers that execute real programs
-limiting_bench = make_bench_fixture("memory", "docker", GVISOR, "kubernetes")  # enforces_limits
+bench = make_bench_fixture("memory", "process", "docker", GVISOR, "kubernetes", CLUSTER, *REMOTE)
+real_bench = make_bench_fixture(
+    "process", "docker", GVISOR, "kubernetes", CLUSTER, *REMOTE
+)  # providers that execute real programs
+limiting_bench = make_bench_fixture("memory", "docker", GVISOR, "kubernetes", CLUSTER)  # enforces_limits
 # Providers whose sandboxes keep their files when they stop; those of Kubernetes, Cloudflare and Modal do not. Stops of
 # containers with an agent, after which the engine executes the next command, are in tests/docker.
 stopping_bench = make_bench_fixture("memory", BY_ENGINE, "daytona", "langsmith", "runloop")
 suspending_bench = make_bench_fixture("memory", "docker")  # can_suspend
-box = make_box_fixture("memory", "process", "docker", "kubernetes", *REMOTE)
-real_box = make_box_fixture("process", "docker", "kubernetes", *REMOTE)
-exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, "kubernetes", *REMOTE)
-real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, GVISOR, "kubernetes", *REMOTE)
-file_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, "kubernetes", *REMOTE, root=DATA)
+box = make_box_fixture("memory", "process", "docker", "kubernetes", CLUSTER, *REMOTE)
+real_box = make_box_fixture("process", "docker", "kubernetes", CLUSTER, *REMOTE)
+exec_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, "kubernetes", CLUSTER, *REMOTE)
+real_exec_box = make_box_fixture("process", "docker", BY_ENGINE, GVISOR, "kubernetes", CLUSTER, *REMOTE)
+file_box = make_box_fixture("memory", "process", "docker", BY_ENGINE, GVISOR, "kubernetes", CLUSTER, *REMOTE, root=DATA)

@@ -38,6 +38,7 @@ RULES = (
         ),
         ("kubernetes",),
     ),
+    Rule(("tests/support/real_cluster.py", "tests/support/own_cluster"), ("cluster",)),
     Rule(("sandboxes/providers/docker",), ("by-engine", "gvisor", "docker-matrix")),
     Rule(("sandboxes/image/agent", "sandboxes/agent", "sandboxes/providers/agent"), ("kubernetes", "docker-matrix")),
     Rule(("tests/unit/sandboxes/agent/test_versions.py",), ("domain-matrix",)),

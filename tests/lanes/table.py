@@ -86,8 +86,9 @@ MATRIX = (
         containing=r"\bmark\.docker\b", waits=True,
     ),
     Part(
-        "kubernetes", KUBERNETES_PATHS, "docker and matrix", POSTGRES, keyword="kubernetes or cluster", waits=True,
+        "kubernetes", KUBERNETES_PATHS, "docker and matrix", POSTGRES, keyword="kubernetes and not cluster", waits=True,
     ),
+    Part("cluster", ("tests/conformance", "tests/docker"), "docker and matrix", POSTGRES, keyword="cluster", waits=True),
     Part("by-engine", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="engine", waits=True),
     Part("gvisor", ("tests/conformance",), "docker and matrix", POSTGRES, keyword="gvisor", waits=True),
     *(Part(vendor, REMOTE_PATHS, f"{NO_SERVICE} and matrix", POSTGRES, keyword=vendor) for vendor in VENDORS),

@@ -56,7 +56,8 @@ def build_api_client(cluster: KubernetesEmulator) -> client.ApiClient:
 
 def build_pod(name: str, image: str, script: str, **changes: Any) -> dict[str, Any]:
     """Return a Pod that satisfies the level restricted and runs a shell script. `changes` are those of its specification."""
-    container = {"name": "sandbox", "image": image, "command": ["sh", "-c", script], "securityContext": UNPRIVILEGED}
+    container = {"name": "sandbox", "image": image, "command": ["sh", "-c", script], "securityContext": UNPRIVILEGED,
+                 "imagePullPolicy": "IfNotPresent"}  # fmt: skip
     container |= changes.pop("container", {})
     spec = {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "automountServiceAccountToken": False,

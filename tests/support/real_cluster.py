@@ -1,13 +1,14 @@
-"""A cluster of KUBECONFIG in place of the emulator, for `make kind-test`: a namespace as docs/kubernetes.md describes it.
+"""A real cluster: a namespace as docs/kubernetes.md describes it, and the gateway that its Pods reach.
 
 The gateway of the tests is a process of this machine, so that the NetworkPolicy permits its address in place of Pods."""
 
 import json
-import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,35 +19,25 @@ from sandboxes.providers.base import SandboxSpec
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 from sandboxes.providers.kubernetes.provider import KubernetesProvider
 from tests.support.cluster import GatewayRecords, JoinGateway, read_prerequisites
+from tests.support.cluster_access import ClusterAccess
 from tests.support.kubernetes import Kubectl
 
-GATEWAY_VARIABLE = "TEST_CLUSTER_GATEWAY"  # HOST:PORT by which Pods reach the gateway; set by .ci/kind-test
-LISTEN_VARIABLE = "TEST_CLUSTER_LISTEN"  # HOST:PORT at which the gateway listens on this machine
-IS_SELECTED = GATEWAY_VARIABLE in os.environ
 CLUSTER_KINDS = ("PriorityClass",)  # beyond the namespace: not created, and not used by the tests
 TOKEN_DURATION = "8h"
-
-
-@dataclass(frozen=True)
-class Address:
-    host: str
-    port: int
-
-
-def read_address(variable: str) -> Address:
-    host, _, port = os.environ[variable].rpartition(":")
-    return Address(host, int(port))
+# Shorter than the default: a kubelet before 1.22 ends a Pod that is deleted within a second of its start only after the whole
+# grace period of its specification, not that of the deletion.
+GRACE = timedelta(seconds=10)
 
 
 class RealCluster:
     """The namespace. `kubectl` has the rights of KUBECONFIG, providers those of the control plane's service account."""
 
-    def __init__(self, directory: Path, gateway: JoinGateway | None = None) -> None:
-        self.namespace, self.gateway = f"leasehold-test-{secrets.token_hex(4)}", gateway
-        self.kubectl = Kubectl(Path(os.environ["KUBECONFIG"]), self.namespace)
+    def __init__(self, access: ClusterAccess, directory: Path, gateway: JoinGateway | None = None) -> None:
+        self.access, self.gateway = access, gateway
+        self.namespace = f"leasehold-test-{secrets.token_hex(4)}"
+        self.kubectl = Kubectl(access.kubeconfig, self.namespace)
         self.kubeconfig = directory / "kubeconfig"
-        address = read_address(GATEWAY_VARIABLE)
-        self.configuration = KubernetesConfiguration(namespace=self.namespace, gateway_address=address.host)
+        self.configuration = KubernetesConfiguration(namespace=self.namespace, gateway_address=access.gateway.host, grace=GRACE)
 
     def prepare(self) -> None:
         """Create the prerequisites, and the kubeconfig of the control plane."""
@@ -70,7 +61,7 @@ class RealCluster:
         if item["kind"] == "RoleBinding":
             adapted["subjects"] = [{**subject, "namespace": self.namespace} for subject in item["subjects"]]
         if item["kind"] == "NetworkPolicy":
-            address = read_address(GATEWAY_VARIABLE)
+            address = self.access.gateway
             block = {"cidr": f"{address.host}/{128 if ':' in address.host else 32}"}
             rule = {"to": [{"ipBlock": block}], "ports": [{"protocol": "TCP", "port": address.port}]}
             adapted["spec"] = {**item["spec"], "egress": [rule]}
@@ -90,9 +81,17 @@ class RealCluster:
         """Return the spec with access to the gateway."""
         return replace(spec, gateway=self.gateway.admit(spec.name) if self.gateway else None)
 
+    @cached_property
+    def version(self) -> tuple[int, int]:
+        """Major and minor version of the API server."""
+        found = json.loads(self.kubectl.run("get", "--raw", "/version").stdout)["gitVersion"]
+        major, minor = found.removeprefix("v").split(".")[:2]
+        return int(major), int(minor)
+
     def evict(self, name: str) -> None:
         """Let the API server evict a Pod, as a drain of its node does."""
-        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": self.namespace}}
+        version = "policy/v1" if self.version >= (1, 22) else "policy/v1beta1"
+        eviction = {"apiVersion": version, "kind": "Eviction", "metadata": {"name": name, "namespace": self.namespace}}
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/eviction"
         self.kubectl.run("create", "--raw", path, "-f", "-", content=json.dumps(eviction))
 
@@ -102,9 +101,9 @@ class RealCluster:
 
 
 @contextmanager
-def prepared_cluster(directory: Path, gateway: JoinGateway | None = None) -> Iterator[RealCluster]:
+def prepared_cluster(access: ClusterAccess, directory: Path, gateway: JoinGateway | None = None) -> Iterator[RealCluster]:
     """Yield the cluster with a namespace, which is removed afterwards."""
-    cluster = RealCluster(directory, gateway)
+    cluster = RealCluster(access, directory, gateway)
     try:
         cluster.prepare()
         yield cluster
@@ -113,10 +112,9 @@ def prepared_cluster(directory: Path, gateway: JoinGateway | None = None) -> Ite
 
 
 @contextmanager
-def reachable_gateway() -> Iterator[JoinGateway]:
+def reachable_gateway(access: ClusterAccess) -> Iterator[JoinGateway]:
     """A gateway at the address by which Pods reach this machine."""
-    listen, address = read_address(LISTEN_VARIABLE), read_address(GATEWAY_VARIABLE)
-    gateway = JoinGateway(listen.host, listen.port, visible_port=address.port)
+    gateway = JoinGateway(access.listen.host, access.listen.port, visible_port=access.gateway.port)
     try:
         yield gateway
     finally:

@@ -127,7 +127,7 @@ class PrivateEngine:
             f"--live-restore={str(self.live_restore).lower()}",
         ]  # fmt: skip
         with self.log.open("ab") as log:
-            self._daemon = _spawn(
+            self._daemon = spawn(
                 ["nsenter", f"--target={self._holder.pid}", "--net", "--mount", "dockerd", *arguments], stdout=log, stderr=log
             )
         wait_until(self._responds, f"the engine responds; see {self.log}", within=CALL_TIMEOUT_SECONDS)
@@ -179,7 +179,7 @@ class PrivateEngine:
         configuration = self.directory / "etc"
         configuration.mkdir(parents=True, exist_ok=True)
         command = ["unshare", "--net", "--mount", "--propagation=slave", "sh", "-c", HOLD_NAMESPACES, str(configuration)]
-        holder = _spawn(command, stdout=subprocess.PIPE)
+        holder = spawn(command, stdout=subprocess.PIPE)
         assert holder.stdout
         with holder.stdout as output:
             assert output.readline() == b"ready\n", "the namespaces of the engine could not be created"
@@ -210,7 +210,7 @@ class PrivateEngine:
         return any(argument.startswith(f"{self.run_directory}/exec/") for argument in arguments)
 
 
-def _spawn(command: Sequence[str], **streams: Any) -> "subprocess.Popen[bytes]":
+def spawn(command: Sequence[str], **streams: Any) -> "subprocess.Popen[bytes]":
     parent = os.getpid()
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(parent), **streams

@@ -25,6 +25,10 @@ SERVICE_NETWORK = "10.96"
 SYSTEM_PRIORITIES = {"system-cluster-critical": 2_000_000_000, "system-node-critical": 2_000_001_000}
 
 
+# How long a Pod stays on a node that is lost, unless it says so itself.
+NODE_TOLERATION = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+
+
 class Admission:
     """Admission of the objects of a store. `register_token` makes a token known as the one of a user."""
 
@@ -112,6 +116,10 @@ class Admission:
             "serviceAccount": account,
         }
         spec.setdefault("securityContext", {})
+        for condition in ("not-ready", "unreachable"):
+            key = f"node.kubernetes.io/{condition}"
+            if not any(one.get("key") == key for one in spec.setdefault("tolerations", [])):
+                spec["tolerations"].append({"key": key, **NODE_TOLERATION})
         for container in spec["containers"]:
             is_tagged = "@" in container["image"] or ":" in container["image"].rpartition("/")[2]
             always = not is_tagged or container["image"].endswith(":latest")

@@ -61,7 +61,8 @@ class Authorizer:
             f'{qualified}{named} is forbidden: User "{user}" cannot {attributes.verb} resource "{attributes.path}" in '
             f'API group "{attributes.group}" {place}'
         )
-        raise ApiError(403, message, details={"name": attributes.name, "kind": attributes.resource})
+        details = {"name": attributes.name} if attributes.name else {}
+        raise ApiError(403, message, details={**details, "kind": attributes.resource})
 
 
 def _get_user(subject: Object) -> str:

@@ -10,7 +10,7 @@ from tests.emulators.kubernetes.api.admission import Admission
 from tests.emulators.kubernetes.api.nodes import Node
 from tests.emulators.kubernetes.api.resources import NAMESPACES, PODS, Resource
 from tests.emulators.kubernetes.api.server import Request
-from tests.emulators.kubernetes.api.status import ApiError, conflict
+from tests.emulators.kubernetes.api.status import ApiError, unmet_precondition
 from tests.emulators.kubernetes.api.store import Object, Store, format_now, key_of
 
 DEFAULT_GRACE_SECONDS = 30
@@ -155,9 +155,7 @@ def _check_preconditions(resource: Resource, item: Object, preconditions: Mappin
     for key, field, label in (("uid", "uid", "UID"), ("resourceVersion", "resourceVersion", "ResourceVersion")):
         expected, found = preconditions.get(key), item["metadata"][field]
         if expected and expected != found:
-            raise conflict(
-                resource, name, f"Precondition failed: {label} in precondition: {expected}, {label} in object meta: {found}"
-            )
+            raise unmet_precondition(resource, name, label, str(expected), found)
 
 
 def _find_grace(options: Mapping[str, Any], request: Request | None) -> int | None:

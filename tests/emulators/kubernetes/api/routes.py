@@ -10,7 +10,7 @@ from tests.emulators.kubernetes.api import access_reviews, resources
 from tests.emulators.kubernetes.api.authorization import Attributes, Authorizer
 from tests.emulators.kubernetes.api.resources import Resource
 from tests.emulators.kubernetes.api.server import Request, Response, as_json
-from tests.emulators.kubernetes.api.status import ApiError
+from tests.emulators.kubernetes.api.status import ApiError, unknown_path
 from tests.emulators.kubernetes.api.verbs import Verbs
 
 _RESOURCE_PATH = re.compile(
@@ -132,7 +132,7 @@ class Api:
             for resource in self.resources:
                 if (resource.group, resource.version, resource.plural) == key:
                     return Target(resource, match["namespace"] or "", match["name"] or "", match["subresource"] or "")
-        raise ApiError(404, "the server could not find the requested resource")
+        raise unknown_path()
 
 
 def _find_verb(request: Request, target: Target) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from tests.emulators.kubernetes.api.status import ApiError
 
 _SET = re.compile(r"\s*(?P<key>[^\s!=(),]+)\s+(?P<operator>in|notin)\s+\((?P<values>[^)]*)\)\s*")
-_EQUALITY = re.compile(r"\s*(?P<key>[^\s!=(),]+)\s*(?P<operator>==|=|!=)\s*(?P<value>[^\s,]*)\s*")
+_EQUALITY = re.compile(r"\s*(?P<key>[^\s!=(),]+)\s*(?P<operator>==|=|!=)\s*(?P<value>[^\s,=!()]*)\s*")
 _EXISTENCE = re.compile(r"\s*(?P<operator>!?)\s*(?P<key>[^\s!=(),]+)\s*")
 
 

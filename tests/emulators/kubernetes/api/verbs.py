@@ -17,7 +17,7 @@ from tests.emulators.kubernetes.api.nodes import Node
 from tests.emulators.kubernetes.api.resources import NAMESPACES, PODS, SERVICE_ACCOUNTS, Resource
 from tests.emulators.kubernetes.api.selectors import Selection
 from tests.emulators.kubernetes.api.server import Request, Response, as_json
-from tests.emulators.kubernetes.api.status import ApiError, conflict, expired, invalid
+from tests.emulators.kubernetes.api.status import ApiError, conflict, expired, future_version, invalid, unknown_path
 from tests.emulators.kubernetes.api.store import Object, Store
 from tests.emulators.kubernetes.api.tables import build_table
 from tests.emulators.kubernetes.api.validation import validate
@@ -38,7 +38,7 @@ class Verbs:
 
     def run(self, verb: str, resource: Resource, namespace: str, name: str, subresource: str, request: Request) -> Response:
         if subresource and subresource not in {"status", "eviction", "token", "finalize"}:
-            raise ApiError(404, "the server could not find the requested resource")
+            raise unknown_path()
         match verb:
             case "list":
                 return self._list(resource, namespace, request)
@@ -166,18 +166,23 @@ class Verbs:
             version, token = str(self.store.version), request.get("continue")
             if token:
                 if token not in self._pages:
-                    raise expired()
+                    raise _refuse_continuation(token)
                 version, items = self._pages.pop(token)
                 if int(version) < self.store.oldest_version:
                     raise expired()
             else:
+                asked = request.get("resourceVersion")
+                if asked.isdecimal() and int(asked) > self.store.version:
+                    raise future_version(int(asked), self.store.version)
                 items = self._select(resource, namespace, request)
         metadata: dict[str, Any] = {"resourceVersion": version}
         limit = int(request.get("limit") or 0)
         if limit and len(items) > limit:
             token = base64.urlsafe_b64encode(json.dumps([version, secrets.token_hex(8)]).encode()).decode()
             self._pages[token] = (version, items[limit:])
-            metadata |= {"continue": token, "remainingItemCount": len(items) - limit}
+            metadata["continue"] = token
+            if not (request.get("labelSelector") or request.get("fieldSelector")):
+                metadata["remainingItemCount"] = len(items) - limit
             items = items[:limit]
         if "as=Table" in request.accept:
             return as_json(build_table(resource, items, metadata))
@@ -213,7 +218,17 @@ class Verbs:
 
 
 def _build_list(resource: Resource, items: list[Object], metadata: Mapping[str, Any]) -> Object:
-    return {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, "metadata": dict(metadata), "items": items}
+    """Return a list, whose items have no kind of their own."""
+    bare = [{key: value for key, value in item.items() if key not in ("kind", "apiVersion")} for item in items]
+    return {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, "metadata": dict(metadata), "items": bare}
+
+
+def _refuse_continuation(token: str) -> ApiError:
+    try:
+        json.loads(base64.urlsafe_b64decode(token))
+    except ValueError as failed:
+        return ApiError(400, f"invalid continue token: continue key is not valid: {failed}")
+    return expired()
 
 
 def _set_namespace(resource: Resource, namespace: str, metadata: Object) -> None:
@@ -240,7 +255,7 @@ def _parse(request: Request, resource: Resource | None = None) -> Object:
         else:
             raise ApiError(415, f"the body of the request was in an unknown format - {kind}")
     except (ValueError, yaml.YAMLError) as failed:
-        raise ApiError(400, f"the object provided is unrecognized: {failed}") from None
+        raise ApiError(400, f"the object provided is unrecognized: json parse error: {failed}") from None
     if not isinstance(parsed, dict):
         raise ApiError(400, "the object provided is unrecognized: it is not a JSON object")
     return parsed

@@ -43,11 +43,15 @@ class Sandbox:
     has_run_out_of_memory: bool = False  # switch of tests
 
 
-def find_image(client: APIClient, name: str) -> dict[str, Any]:
-    """Return a local image. The emulator does not pull any."""
+def find_image(client: APIClient, container: Object) -> dict[str, Any]:
+    """Return the local image of a container. The emulator does not pull any."""
+    name = container["image"]
     try:
         return dict(client.inspect_image(name))
     except ImageNotFound:
+        if container.get("imagePullPolicy") == "Never":
+            message = f'Container image "{name}" is not present with pull policy of Never'
+            raise ContainerError("ErrImageNeverPull", message) from None
         raise ContainerError("ErrImagePull", f'failed to pull and unpack image "{name}": not found') from None
 
 
@@ -63,7 +67,7 @@ def create_container(
 ) -> str:
     """Create a container of a Pod, and return its id. Raise ContainerError."""
     assert sandbox.pause is not None
-    image = find_image(client, container["image"])
+    image = find_image(client, container)
     mounts, tmpfs = _build_mounts(container, volumes)
     mounts += [Mount(path, str(directory), type="bind", read_only=True) for path, directory in shared_directories.items()]
     host = client.create_host_config(

@@ -188,12 +188,12 @@ class Kubelet:
         if pod["spec"].get("automountServiceAccountToken") is not False:
             credentials = self.get_credentials(sandbox.namespace, pod["spec"]["serviceAccountName"])
         volumes = create_volumes(self.store, pod, sandbox.directory, credentials)
-        for container in pod["spec"]["containers"]:
-            containers.find_image(self.engine.client, container["image"])
         if sandbox.pause is None:
             pause = sandbox.pause = self.pauses.start(pod)
             self.edit(pod, lambda item: statuses.set_address(item, pause.address))
             self.network.attach(pod, pause.address, pause.process)
+        for container in pod["spec"]["containers"]:
+            containers.find_image(self.engine.client, container)
         for container in pod["spec"]["containers"]:
             if credentials:
                 token = {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIRECTORY, "readOnly": True}

@@ -29,6 +29,8 @@ from tests.emulators.kubernetes.node.timers import Loop
 API_ADDRESS = "10.96.0.1"  # of the API server, inside Pods
 CHUNK_BYTES = 64 << 10
 NAME_SERVER_LABELS = (("k8s-app", "kube-dns"),)
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_relays: set[asyncio.Task[object]] = set()  # event loops hold tasks weakly, and one that waits for streams alone is collected
 INTERNAL = "internal"  # target of the destinations that the emulator serves itself
 
 
@@ -181,7 +183,7 @@ class PodNetwork:
             return
         other_reader, other_writer = await self._connect(destination)
         try:
-            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
+            await relay((reader, writer), (other_reader, other_writer))
         finally:
             other_writer.close()
 
@@ -203,6 +205,17 @@ def _list_ports(pod: Object) -> list[int]:
 async def _close(listeners: Iterable[asyncio.Server | asyncio.DatagramTransport]) -> None:
     for listener in listeners:
         listener.close()
+
+
+async def relay(one: Connection, other: Connection) -> None:
+    """Copy both directions of two connections to their ends."""
+    task = asyncio.current_task()
+    assert task
+    _relays.add(task)
+    try:
+        await asyncio.gather(_copy(one[0], other[1]), _copy(other[0], one[1]))
+    finally:
+        _relays.discard(task)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -23,7 +23,10 @@ from sandboxes.db.postgresql import base
 from sandboxes.db.postgresql.pool import KEPT_CONNECTIONS, SURPLUS_SECONDS, ConnectionPool
 from tests.support.servers.services import require_environment
 
-pytestmark = pytest.mark.postgres("connections of the driver")
+pytestmark = [
+    pytest.mark.postgres("connections of the driver"),
+    pytest.mark.skipif(connections["default"].vendor != "postgresql", reason="connections of PostgreSQL"),
+]
 
 
 class Clock:

@@ -19,6 +19,10 @@ SUFFIXES = {
     **{letter: Decimal(10 ** (3 * power)) for power, letter in enumerate("MGTPE", 2)},
     **{f"{letter}i": Decimal(2 ** (10 * power)) for power, letter in enumerate("KMGTPE", 1)},
 }  # fmt: skip
+SUBDOMAIN_RULE = (
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end "
+    "with an alphanumeric character (e.g. 'example.com'"
+)
 MAX_ANNOTATIONS_BYTES = 256 << 10
 
 Causes = list[dict[str, str]]
@@ -35,12 +39,13 @@ def parse_quantity(text: Any) -> Decimal:
     return Decimal(number) * SUFFIXES.get(suffix, Decimal(1))
 
 
-def check_name(pattern: re.Pattern[str], limit: int, value: Any, field: str) -> Causes:
+def check_name(pattern: re.Pattern[str], limit: int, value: Any, field: str, rule: str = "") -> Causes:
     text = str(value)
     if len(text) > limit:
         return [cause(field, f'Invalid value: "{text}": must be no more than {limit} bytes')]
     if not pattern.fullmatch(text):
-        return [cause(field, f'Invalid value: "{text}": regex used for validation is {pattern.pattern!r}')]
+        regex = f"regex used for validation is '{pattern.pattern}'"
+        return [cause(field, f'Invalid value: "{text}": ' + (f"{rule}, {regex})" if rule else regex))]
     return []
 
 
@@ -49,7 +54,7 @@ def check_label(value: Any, field: str) -> Causes:
 
 
 def check_subdomain(value: Any, field: str) -> Causes:
-    return check_name(SUBDOMAIN, 253, value, field)
+    return check_name(SUBDOMAIN, 253, value, field, SUBDOMAIN_RULE)
 
 
 def check_qualified_key(key: str, field: str) -> Causes:

@@ -181,17 +181,21 @@ def docker_ready() -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster_access(docker_ready: None) -> Iterator[Any]:
-    """Access to the cluster of the developer (make kind-test), or to one of this run."""
-    from tests.support.cluster_access import read_access
-    from tests.support.own_cluster.cluster import own_cluster
+def own_cluster(docker_ready: None) -> Iterator[Any]:
+    """A real Kubernetes cluster of this run, whose programs a test may end and start. Each test leaves all of them running."""
+    from tests.support.own_cluster.cluster import running_cluster
 
-    if access := read_access():
-        yield access
-        return
     [directory] = require_environment("kubernetes", "TEST_KUBERNETES_PROGRAMS")
-    with own_cluster(Path(directory), [DOCKER_IMAGE]) as cluster:
-        yield cluster.access
+    with running_cluster(Path(directory), [DOCKER_IMAGE]) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster_access(request: pytest.FixtureRequest) -> Any:
+    """Access to the cluster of the developer (make kind-test), or to that of this run."""
+    from tests.support.cluster_access import read_access
+
+    return read_access() or request.getfixturevalue("own_cluster").access
 
 
 @pytest.fixture(scope="session")

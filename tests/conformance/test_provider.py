@@ -102,7 +102,8 @@ def test_all_sandboxes_are_listed_with_their_owners(bench):
     try:
         bench.provider.wait_ready(bench.provider.create(spec), timeout=READY_TIMEOUT)
         listed = {(box.ref, box.name, bench.owner, True), (spec.name, spec.name, other.owner, True)}
-        assert list_all_of(bench, bench.owner, other.owner) == listed
+        # A kubelet states that a Pod runs a moment after its agent has joined.
+        wait_until(lambda: list_all_of(bench, bench.owner, other.owner) == listed, "both are listed as running")
         assert {each.owner for each in bench.list()} == {bench.owner}
     finally:
         other.clean()

@@ -10,13 +10,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.own_cluster.cluster import own_cluster
+from tests.support.own_cluster.cluster import running_cluster
 
 
 def main(directory: str, *command: str) -> int:
     image = os.environ.get("LEASEHOLD_SANDBOX_IMAGE", "leasehold-sandbox:latest")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with suppress(KeyboardInterrupt), own_cluster(Path(directory), [image]) as cluster:
+    with suppress(KeyboardInterrupt), running_cluster(Path(directory), [image]) as cluster:
         variables = cluster.access.build_environment() | {"LEASEHOLD_SANDBOX_IMAGE": image}
         if command:
             return subprocess.run(command, env=os.environ | variables).returncode

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from tests.emulators.kubernetes.node.namespaces import NetworkNamespace
 from tests.emulators.kubernetes.node.network import relay
@@ -56,7 +57,8 @@ class Border:
                 writer.transport.abort()
                 return
             try:
-                await relay((reader, writer), (other_reader, other_writer))
+                with suppress(asyncio.CancelledError):  # by `close`
+                    await relay((reader, writer), (other_reader, other_writer))
             finally:
                 other_writer.close()
                 writer.close()

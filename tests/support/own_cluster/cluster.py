@@ -5,10 +5,10 @@ the first process of the namespaces. Two connections cross their border, both on
 from the Pods to a server of this machine. Pods are connected by a bridge (CNI), without a plugin that enforces policies."""
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +48,9 @@ class OwnCluster:
     def __init__(self, directory: Path, images: Sequence[str]) -> None:
         """Prepare a cluster with the programs of a directory, and with these images of the Docker Engine."""
         self.images = images
-        self.directory = Path(tempfile.mkdtemp(prefix="lh-cluster-", dir="/tmp"))  # short: paths of unix sockets are limited
+        # Short, because paths of unix sockets are limited. Part of the names of cgroups and of an image.
+        self.directory = Path(f"/tmp/lh-cluster-{secrets.token_hex(4)}")
+        self.directory.mkdir(mode=0o700)
         self.layout = programs.Layout(directory, self.directory)
         self.api_port, gateway_port = find_free_ports(2)
         credentials = Credentials(self.directory)
@@ -154,7 +156,7 @@ class OwnCluster:
 
 
 @contextmanager
-def own_cluster(directory: Path, images: Sequence[str]) -> Iterator[OwnCluster]:
+def running_cluster(directory: Path, images: Sequence[str]) -> Iterator[OwnCluster]:
     """Run a cluster. Enter and leave the block in the main thread: the programs die with the thread that started them."""
     cluster = OwnCluster(directory, images)
     try:

@@ -42,7 +42,7 @@ class Layout:
     @property
     def pause_image(self) -> str:
         """Image of the process that holds the namespaces of a Pod."""
-        return f"{self.directory.name.lower()}-pause:latest"
+        return f"{self.directory.name}-pause:latest"
 
 
 def build_commands(layout: Layout, credentials: Credentials) -> dict[str, list[str]]:
@@ -112,6 +112,9 @@ def _configure_kubelet(layout: Layout, key: Path, certificate: Path) -> dict[str
         "imageGCHighThresholdPercent": 100,
         "failSwapOn": False,
         "makeIPTablesUtilChains": False,
+        # A Pod that is deleted within a second of its start is otherwise ended at the next look at all Pods, after a minute.
+        "syncFrequency": "5s",
+        "volumeStatsAggPeriod": "5s",  # by which a Pod over its disk limit is found, instead of a minute
         "oomScoreAdj": 0,  # a lower value needs a capability that root has not everywhere
         "protectKernelDefaults": True,
         "resolvConf": str(_write(layout.directory / "resolv.conf", f"nameserver {NODE_ADDRESS}\n")),

@@ -24,7 +24,7 @@ class Address:
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """How a cluster is reached, and how its Pods reach a server of this machine: by `gateway`, at which `listen` answers.
+    """Addresses of a cluster. Its Pods reach a server of this machine by `gateway`, at which `listen` answers.
 
     `enforces_policies`: its network plugin enforces NetworkPolicy, which docs/kubernetes.md demands."""
 

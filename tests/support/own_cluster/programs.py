@@ -26,7 +26,7 @@ USERS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the programs are, and where a cluster has its files. The name of its directory is that of its cgroups, too."""
+    """Directories of the programs and of one cluster's files. The name of the latter is that of its cgroups, too."""
 
     programs: Path
     directory: Path

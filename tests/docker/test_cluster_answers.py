@@ -15,6 +15,7 @@ from tests.emulators.kubernetes.emulator import KubernetesEmulator
 from tests.emulators.registry import serve_kubernetes
 from tests.support.api_answers import Server, compare
 from tests.support.kubernetes import build_pod
+from tests.support.own_cluster.cluster import OwnCluster
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.docker, pytest.mark.matrix("needs a cluster: test_kubernetes_emulator.py has the emulator alone")]
@@ -22,6 +23,7 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 ENDED = ("Failed", "Succeeded")
 SMALL = {"resources": {"limits": {"memory": "64Mi"}, "requests": {"memory": "64Mi"}}}
+ERROR_FIELDS = ("document.code", "document.message", "document.reason")
 # Reasons of differences.
 OLD_SECCOMP = "before 1.25 the field had an annotation"
 NEW = "a field of 1.28"
@@ -113,6 +115,43 @@ def test_pages_of_lists(servers: list[Server]) -> None:
         server.ask("no page", "GET", "configmaps", limit="2", labelSelector="of=another")
 
     drive(servers, ask)
+
+
+def test_watches(servers: list[Server]) -> None:
+    def ask(server: Server) -> None:
+        version = server.call("GET", "configmaps")["metadata"]["resourceVersion"]
+        server.call("POST", "configmaps", {"metadata": {"name": "c", "labels": {"of": "test"}}})
+        server.call("PUT", "configmaps/c", {"metadata": {"name": "c", "labels": {"of": "test"}}, "data": {"key": "value"}})
+        server.call("PUT", "configmaps/c", {"metadata": {"name": "c", "labels": {"of": "another"}}})  # leaves the selection
+        server.call("PUT", "configmaps/c", {"metadata": {"name": "c", "labels": {"of": "test"}}})
+        server.call("DELETE", "configmaps/c")
+        for name, query in {
+            "selected": {"resourceVersion": version, "labelSelector": "of=test"},
+            "by name": {"resourceVersion": version, "fieldSelector": "metadata.name=c"},
+            "of another name": {"resourceVersion": version, "fieldSelector": "metadata.name=another"},
+        }.items():
+            server.answers[name] = [server.simplify(event) for event in server.watch("configmaps", timeoutSeconds="2", **query)]
+        server.ask("no version", "GET", "configmaps", watch="true", resourceVersion="none", timeoutSeconds="2")
+        server.ask("no selector", "GET", "configmaps", watch="true", labelSelector="a==b==c", timeoutSeconds="2")
+
+    drive(servers, ask, {
+        "no selector.document.message": "words of a parser",
+        **dict.fromkeys((f"no version.{field}" for field in ("HTTP", *ERROR_FIELDS)), "1.20 answers with an internal error"),
+    })  # fmt: skip
+
+
+def test_watch_of_a_forgotten_version(servers: list[Server], own_cluster: OwnCluster, emulator: KubernetesEmulator) -> None:
+    versions = [server.call("GET", "configmaps")["metadata"]["resourceVersion"] for server in servers]
+    for server in servers:
+        server.call("POST", "configmaps", {"metadata": {"name": "c"}})
+    own_cluster.forget_versions()
+    emulator.store.compact()
+    for server, version in zip(servers, versions, strict=True):
+        events = server.watch("configmaps", resourceVersion=version, timeoutSeconds="2")
+        server.answers["events"] = [server.simplify(event) for event in events]
+    drive(servers, lambda server: None, {"events[0].object.message": "it has the current version"})
+    [event] = servers[0].answers["events"]
+    assert (event["type"], event["object"]["code"], event["object"]["reason"]) == ("ERROR", 410, "Expired")
 
 
 def test_rights_and_quota_of_an_account(servers: list[Server], emulator: KubernetesEmulator) -> None:

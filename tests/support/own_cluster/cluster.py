@@ -4,14 +4,17 @@ Network, mounts and process ids are its own. Nothing of the machine is changed b
 the first process of the namespaces. Two connections cross their border, both on loopback (border.py): to the API server, and
 from the Pods to a server of this machine. Pods are connected by a bridge (CNI), without a plugin that enforces policies."""
 
+import json
 import os
 import secrets
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster_access import Address, ClusterAccess
 from tests.support.kubernetes import Kubectl
@@ -107,6 +110,22 @@ class OwnCluster:
         process = self._processes.pop(name)
         os.kill(_find_child(process.pid), signal.SIGKILL)  # nsenter ends with its only child
         process.wait()
+
+    def forget_versions(self) -> None:
+        """Let the API server know the present resource version alone: etcd is compacted, and the cache of watches is empty."""
+        self.kill("kube-apiserver")
+        try:
+            revision = self._ask_etcd("range", {"key": "AA=="})["header"]["revision"]
+            self._ask_etcd("compaction", {"revision": revision, "physical": True})
+        finally:
+            self.run("kube-apiserver")
+            self.wait_for_api()
+
+    def _ask_etcd(self, verb: str, body: dict[str, Any]) -> Any:
+        program = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], sys.argv[2].encode(), 10).read().decode())"
+        url = f"http://127.0.0.1:{programs.ETCD_PORT}/v3/kv/{verb}"
+        command = self.enter(sys.executable, "-I", "-c", program, url, json.dumps(body))
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
     def enter(self, *command: str) -> list[str]:
         """Return the command line by which a command runs in the namespaces."""

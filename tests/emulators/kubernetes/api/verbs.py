@@ -103,7 +103,7 @@ class Verbs:
     ) -> Object:
         """Replace an object, or its status alone. A resource version in the body is a precondition."""
         previous = self.store.get(resource, namespace, name)
-        item = deepcopy(body)
+        item = {"apiVersion": resource.api_version, "kind": resource.kind, **deepcopy(body)}
         metadata = item.setdefault("metadata", {})
         _set_namespace(resource, namespace, metadata)
         if metadata.get("name", name) != name:

@@ -94,7 +94,9 @@ class Watch:
             return found
 
     def _describe(self, change: Change) -> Event | None:
-        """Return the event for a change, or None. An object that leaves or enters the selection is deleted or added for it."""
+        """Return the event for a change, or None. An object that leaves or enters the selection is deleted or added for it.
+
+        One that leaves is shown as it was selected, with the version of the change."""
         namespace = change.item["metadata"].get("namespace", "")
         if change.resource != self.resource or change.version <= self.minimum or self.namespace not in {"", namespace}:
             return None
@@ -104,7 +106,10 @@ class Watch:
             return ("DELETED", change.item) if is_selected or was_selected else None
         if is_selected:
             return ("MODIFIED" if was_selected else "ADDED"), change.item
-        return ("DELETED", change.item) if was_selected else None
+        if change.previous is None or not was_selected:
+            return None
+        version = change.item["metadata"]["resourceVersion"]
+        return "DELETED", {**change.previous, "metadata": {**change.previous["metadata"], "resourceVersion": version}}
 
     def _send(self, stream: Stream, event: Event) -> None:
         kind, item = event

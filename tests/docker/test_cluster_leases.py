@@ -1,6 +1,7 @@
 """Leases on a real cluster, and faults of its parts. The emulator has more ends of Pods: test_kubernetes_leases.py."""
 
 import re
+import subprocess
 from dataclasses import replace
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ from django.utils import timezone
 
 from leases import leasing
 from sandboxes import providers
-from sandboxes.errors import CapacityExhausted, NotIsolated, SandboxNotReady
+from sandboxes.errors import CapacityExhausted, CapacityPending, NotIsolated, SandboxNotReady
 from sandboxes.models import Host, Pool
 from sandboxes.providers.errors import FailureCause, Missing, ProviderError, Unavailable
 from sandboxes.providers.kubernetes import pods
@@ -19,6 +20,7 @@ from tests.emulators.kubernetes.emulator import GATEWAY
 from tests.support import real_cluster
 from tests.support.cluster import configured_cluster
 from tests.support.leases import evict, get_sandbox, read, run, write
+from tests.support.own_cluster.programs import NODE
 from tests.support.remote_agent import serving_gateway
 from tests.support.servers.egress import EventLoopThread
 from tests.support.servers.tls import create_certificates
@@ -127,7 +129,7 @@ def test_commands_go_on_without_the_api_server_and_a_watch_goes_on_after_it(own_
     assert read(lease, now=now + 2 * MINUTE) == "kept"
 
 
-def test_sandbox_on_a_node_that_stops_answering_works_and_stays_until_its_pod_is_removed(
+def test_sandbox_on_a_node_that_stops_answering_works_and_is_destroyed_once_the_node_is_deleted(
     own_cluster, cluster, grant, monkeypatch
 ):
     now = timezone.now()
@@ -139,14 +141,34 @@ def test_sandbox_on_a_node_that_stops_answering_works_and_stays_until_its_pod_is
         assert read(lease, now=now) == "kept"  # through the gateway
         leasing.release(lease.pk, now=now)
         monkeypatch.setattr(pods, "REMOVAL_TIMEOUT_SECONDS", 5.0)
-        with pytest.raises(Unavailable, match="node: node-1"):
+        with pytest.raises(Unavailable, match=f"node: {NODE}"):
             provider.destroy(sandbox.ref)
-        cluster.kubectl.run("delete", "pod", sandbox.ref, "--force", "--grace-period=0")
+        own_cluster.kubectl.run("delete", "node", NODE)
+        monkeypatch.setattr(pods, "REMOVAL_TIMEOUT_SECONDS", 120.0)  # the cluster looks for Pods without a node each 20 s
         provider.destroy(sandbox.ref)
         assert not cluster.lists(sandbox.ref)
     finally:
         own_cluster.run("kubelet")
         own_cluster.wait_for_node()
+
+
+def test_drain_waits_until_the_state_is_stored_and_the_next_node_has_it(own_cluster, cluster, grant, monkeypatch):
+    now = timezone.now()
+    lease = grant(now=now)
+    write(lease, now=now)
+    monkeypatch.setattr(end_watch, "WATCH_TIME", timedelta(seconds=10))
+    command = [*own_cluster.kubectl.command, "drain", NODE, "--force", "--delete-emptydir-data", "--timeout=90s"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as drain:
+        try:
+            assert end_watch.watch_ends(now=now).counts == {"put to sleep": 1}
+            _, errors = drain.communicate(timeout=90)
+            assert drain.returncode == 0, errors
+            with pytest.raises(CapacityPending, match="no node has room"):
+                read(lease, now=now + MINUTE)
+        finally:
+            drain.kill()
+            own_cluster.kubectl.run("uncordon", NODE)
+    assert read(lease, now=now + 2 * MINUTE) == "kept"
 
 
 def test_sandbox_over_its_disk_limit_is_evicted_and_its_end_is_named(cluster, grant, settings):

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import yaml
 
 from sandboxes.providers.base import SandboxSpec
+from sandboxes.providers.kubernetes import pods
 from sandboxes.providers.kubernetes.configuration import KubernetesConfiguration
 from sandboxes.providers.kubernetes.provider import KubernetesProvider
 from tests.support.cluster import GatewayRecords, JoinGateway, read_prerequisites
@@ -27,6 +28,8 @@ TOKEN_DURATION = "8h"
 # Shorter than the default: a kubelet before 1.22 ends a Pod that is deleted within a second of its start only after the whole
 # grace period of its specification, not that of the deletion.
 GRACE = timedelta(seconds=10)
+# It frees the name of a deleted Pod after 5 to 20 seconds, and now and then only after a minute: a sweep would try again.
+REMOVAL_SECONDS = 180.0
 
 
 class RealCluster:
@@ -104,11 +107,12 @@ class RealCluster:
 def prepared_cluster(access: ClusterAccess, directory: Path, gateway: JoinGateway | None = None) -> Iterator[RealCluster]:
     """Yield the cluster with a namespace, which is removed afterwards."""
     cluster = RealCluster(access, directory, gateway)
-    try:
-        cluster.prepare()
-        yield cluster
-    finally:
-        cluster.remove()
+    with patch.object(pods, "REMOVAL_TIMEOUT_SECONDS", REMOVAL_SECONDS):
+        try:
+            cluster.prepare()
+            yield cluster
+        finally:
+            cluster.remove()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.providers.registry import PROVIDERS
-from tests.conformance.conftest import BY_ENGINE, FULL_KINDS, GVISOR, MATRIX_KINDS, SMOKE_KINDS
+from tests.conformance.conftest import BY_ENGINE, CLUSTER, FULL_KINDS, GVISOR, MATRIX_KINDS, SMOKE_KINDS
 
 MIN_CASES, MAX_CASES = 12, 30  # of the smoke cases of a provider
 DIRECTORY = Path(__file__).parent
@@ -47,7 +47,7 @@ def cases():
 
 
 def test_every_provider_of_the_registry_is_in_the_suite():
-    assert {*KINDS} == {*PROVIDERS, BY_ENGINE, GVISOR}
+    assert {*KINDS} == {*PROVIDERS, BY_ENGINE, GVISOR, CLUSTER}
 
 
 def test_each_provider_has_all_of_its_cases_or_a_smoke_in_the_fast_lanes(cases):

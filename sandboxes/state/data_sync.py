@@ -58,7 +58,11 @@ def attach(sandbox: Sandbox, provider: Provider, *, skill: str = "", is_first: b
         if claim := pull.claim_pull(attachment, clock):
             try:
                 with hold_in_flight(claim):
-                    pull.pull(attachment, sandbox, provider, clock, is_first=is_first)
+                    try:
+                        pull.pull(attachment, sandbox, provider, clock, is_first=is_first)
+                    except BaseException:
+                        pull.release_pull(attachment, claim)
+                        raise
                 break
             except pull.ObjectMissing:
                 attempts += 1
@@ -170,8 +174,8 @@ def _persist_once(attachment: Attachment, sandbox: Sandbox, provider: Provider, 
         raise DataFull(f"/data has more than {max_files} files and directories, which is the limit.") from None
     digest = changes.digest_manifest(manifest)
     if digest == attachment.look:
-        if attachment.unsaved_since:  # the unsaved changes are gone
-            Attachment.objects.filter(pk=attachment.pk).update(unsaved_since=None, last_error="", full=False)
+        if attachment.unsaved_since and not _clear_unsaved(attachment):  # the unsaved changes are gone
+            raise ConcurrentChange
         return False
     diff = changes.diff_manifest(attachment, manifest, digest)
     size = sum(stat.size for path, stat in manifest.items() if path not in diff.unstorable)
@@ -188,6 +192,12 @@ def _persist_once(attachment: Attachment, sandbox: Sandbox, provider: Provider, 
     if recorded:
         _collect_outdated(attachment)
     return recorded
+
+
+def _clear_unsaved(attachment: Attachment) -> bool:
+    """Record that nothing is unsaved. Return False if another process wrote the attachment since it was read."""
+    unchanged = Attachment.objects.filter(pk=attachment.pk, version=attachment.version)
+    return bool(unchanged.update(unsaved_since=None, last_error="", full=False, version=F("version") + 1))
 
 
 def _collect_outdated(attachment: Attachment) -> None:
@@ -219,12 +229,14 @@ def find_unsaved() -> QuerySet[Attachment]:
 
 
 def mark_unsaved(attachment: Attachment, error: Exception, *, now: datetime) -> None:
-    """Record that the sandbox has unsaved changes. A sweep retries, and the sandbox is not destroyed before."""
+    """Record that the sandbox has unsaved changes. A sweep retries, and the sandbox is not destroyed before.
+
+    The new version makes a scan that began before these changes scan again, so that it does not clear the record."""
     full = isinstance(error, DataFull)
     if full and not attachment.full:
         record_event(attachment.data.agent_did, attachment.holder, DataEvent.Kind.FULL, detail=str(error), now=now)
     Attachment.objects.filter(pk=attachment.pk, incarnation=attachment.incarnation).update(
-        unsaved_since=Coalesce(F("unsaved_since"), now), last_error=str(error), full=full
+        unsaved_since=Coalesce(F("unsaved_since"), now), last_error=str(error), full=full, version=F("version") + 1
     )
     attachment.unsaved_since, attachment.full = attachment.unsaved_since or now, full
     log.error("data not stored", sandbox=str(attachment.pk), agent=attachment.data.agent_did, error=str(error))

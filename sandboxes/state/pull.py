@@ -48,39 +48,41 @@ def claim_pull(attachment: Attachment, clock: Clock) -> SelfGuardedClaim | None:
     return claim
 
 
+def release_pull(attachment: Attachment, claim: SelfGuardedClaim) -> None:
+    """End the claim of a pull that failed, also if another process has written the attachment meanwhile."""
+    with claim.lock:
+        Attachment.objects.filter(pk=attachment.pk, pull_until=claim.deadline).update(pull_until=None)
+
+
 def pull(attachment: Attachment, sandbox: Sandbox, provider: Provider, clock: Clock, *, is_first: bool = False) -> None:
     """Write the versions that are newer than the sandbox's copies, except paths with unsaved changes in the sandbox.
 
     The excluded versions stay unseen until `persist` has merged the sandbox's changes. Call after claim_pull. `is_first`:
     nothing has run in the sandbox since its start, so it has no changes, and is not listed before."""
     note_progress()
-    try:
-        revision = AgentData.objects.values_list("revision", flat=True).get(pk=attachment.data_id)
-        newer = DataFile.objects.filter(data=attachment.data_id, revision__gt=attachment.revision)
-        rows = [row for row in newer.select_related("stored_in") if attachment.base.get(row.path, [0])[0] != row.revision]
-        interrupted = set(attachment.pulling)
-        if interrupted:  # an interrupted pull may have left any content at its paths
-            rows += DataFile.objects.filter(data=attachment.data_id, path__in=interrupted - {row.path for row in rows})
-        is_listed = not is_first or bool(attachment.base) or bool(interrupted)
-        manifest = provider.manifest(sandbox.ref, DATA) if is_listed else {}
-        unseen = {
-            row.path: row for row in rows if row.path not in interrupted and _is_changed_in_sandbox(row, attachment, manifest)
-        }
-        rows = [row for row in rows if row.path not in unseen]
-        blocked = _find_blocked_paths(rows, manifest)
-        unseen |= {row.path: row for row in rows if row.path in blocked}
-        rows = [row for row in rows if row.path not in unseen]
-        revision = min([revision, *(row.revision - 1 for row in unseen.values())])
-        with open_spool() as tar:
-            write_tar([row for row in rows if not row.removed], tar, now=clock())
-            # Recorded only after all content is fetched, because the store may be unavailable for long.
-            _update_attachment(attachment, pulling=sorted(row.path for row in rows))
-            checkpoint("pull decided", attachment)
-            manifest = _write_to_sandbox(sandbox, provider, rows, manifest, tar)
-        checkpoint("pulled", attachment)
-    except BaseException:
-        Attachment.objects.filter(pk=attachment.pk, version=attachment.version).update(pull_until=None)
-        raise
+    revision = AgentData.objects.values_list("revision", flat=True).get(pk=attachment.data_id)
+    newer = DataFile.objects.filter(data=attachment.data_id, revision__gt=attachment.revision)
+    rows = [row for row in newer.select_related("stored_in") if attachment.base.get(row.path, [0])[0] != row.revision]
+    interrupted = set(attachment.pulling)
+    if interrupted:  # an interrupted pull may have left any content at its paths
+        rows += DataFile.objects.filter(data=attachment.data_id, path__in=interrupted - {row.path for row in rows})
+    is_listed = not is_first or bool(attachment.base) or bool(interrupted)
+    manifest = provider.manifest(sandbox.ref, DATA) if is_listed else {}
+    unseen = {
+        row.path: row for row in rows if row.path not in interrupted and _is_changed_in_sandbox(row, attachment, manifest)
+    }
+    rows = [row for row in rows if row.path not in unseen]
+    blocked = _find_blocked_paths(rows, manifest)
+    unseen |= {row.path: row for row in rows if row.path in blocked}
+    rows = [row for row in rows if row.path not in unseen]
+    revision = min([revision, *(row.revision - 1 for row in unseen.values())])
+    with open_spool() as tar:
+        write_tar([row for row in rows if not row.removed], tar, now=clock())
+        # Recorded only after all content is fetched, because the store may be unavailable for long.
+        _update_attachment(attachment, pulling=sorted(row.path for row in rows))
+        checkpoint("pull decided", attachment)
+        manifest = _write_to_sandbox(sandbox, provider, rows, manifest, tar)
+    checkpoint("pulled", attachment)
     for row in rows:
         if row.removed:
             attachment.base.pop(row.path, None)

@@ -61,6 +61,13 @@ def read_tree(lease: Lease, memory: MemoryProvider) -> dict[str, Entry | str]:
     return {path: entry for path, entry in tree.items() if entry != Folder() or path not in parents}
 
 
+def mark_unsaved(lease: Lease) -> None:
+    """Record what another process does that cannot store the changes in the lease's sandbox."""
+    attachment = data_sync.find_current(sandbox_of(lease))
+    assert attachment
+    data_sync.mark_unsaved(attachment, StoreError("memory", "upload", "down"), now=NOW)
+
+
 def stored_row(path: str) -> DataFile:
     return DataFile.objects.get(path=path)
 
@@ -366,6 +373,32 @@ def test_outdated_objects_are_removed(size: int, left: int, one: Lease, memory: 
     assert pointed <= {*get_store().list("agents/")}
     assert len({*get_store().list("agents/")} - pointed) < left
     assert_nothing_left()
+
+
+def test_failure_during_a_scan_without_changes_is_not_forgotten(one: Lease, memory, at_checkpoint) -> None:
+    """The scan finds nothing unsaved, and another command changes a file before this is recorded."""
+    sh(one, "true")
+    mark_unsaved(one)
+    attachment = data_sync.find_current(sandbox_of(one))
+
+    def write_without_store(ref: str) -> None:
+        if f"{DATA}/late" not in memory.files(ref):
+            edit(one, memory, {"late": "late"})
+            mark_unsaved(one)
+
+    with memory.after("manifest", write_without_store):
+        data_sync.persist(attachment, sandbox_of(one), memory, now=NOW)
+    assert live_paths() == {"late"} and Attachment.objects.get().unsaved_since is None
+
+
+def test_pull_that_another_process_disturbs_can_be_repeated_at_once(one: Lease, two: Lease, memory, monkeypatch) -> None:
+    sh(two, "true")
+    write(one, "plan", "one")
+    monkeypatch.setattr(data_sync, "PULL_WAIT_TIMEOUT", timedelta(0))
+
+    with memory.after("put_files", lambda ref: mark_unsaved(two)), pytest.raises(StoreUnavailable, match="meanwhile"):
+        sh(two, "true")
+    assert read(two, "plan") == "one"
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

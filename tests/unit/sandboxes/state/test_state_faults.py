@@ -89,6 +89,24 @@ def test_exec_succeeds_and_its_changes_are_stored_later(one: Lease, two: Lease, 
     assert_nothing_left()
 
 
+def test_failure_during_an_earlier_scan_is_not_forgotten(one: Lease, two: Lease, broken: FaultSwitch, at_checkpoint) -> None:
+    """The scan of a command has listed /data before the file of another was there, and is recorded after that one's failure."""
+    sh(one, "true")
+    notes = []
+
+    def write_without_store() -> None:
+        broken.down("upload")
+        notes.append(run_sh(one, f"echo late >{DATA}/late")[0].note)
+        broken.up()
+
+    at_checkpoint("data stored", write_without_store)
+    sh(one, f"echo early >{DATA}/early")
+    assert "is not stored yet" in notes[0]
+    assert (sh(two, f"cat {DATA}/early"), sh(two, f"cat {DATA}/late")) == ("early", "late")
+    assert not Attachment.objects.filter(unsaved_since__isnull=False).exists()
+    assert_nothing_left()
+
+
 def test_exec_without_its_data_is_refused_and_runs_nothing(one: Lease, two: Lease, unread: FaultSwitch, memory) -> None:
     sh(one, f"echo hello >{DATA}/note")
     unread.down("download")

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 from sandboxes.storage.base import CHUNK_BYTES, KeyValueStore, StoreError, StoreRefused
 from sandboxes.storage.observed import DeleteRefused
-from sandboxes.stores.journal import WRITER, Journal, Record, Stamp
+from sandboxes.stores.journal import Journal, Record, Stamp, create_stamp
 from sandboxes.stores.limits import (
     COMPACTION_MIN_SEGMENTS,
     DEFAULT_LIMITS,
@@ -192,7 +192,7 @@ class ArtifactStore:
         size, digest = _measure(source)
         check_size("put", "artifact", size, self.limits.max_artifact_bytes)
         source.seek(start)
-        artifact = Artifact(name, WRITER.stamp(now), size, media_type, digest, actor)
+        artifact = Artifact(name, create_stamp(now), size, media_type, digest, actor)
         key = self._content_key(artifact)
         with claims.claim(key, source) as tracked:
             self.store.upload(key, tracked)

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from sandboxes.storage.base import KeyValueStore
-from sandboxes.stores.journal import WRITER, Journal, Record, Stamp
+from sandboxes.stores.journal import Journal, Record, Stamp, create_stamp
 from sandboxes.stores.limits import (
     COMPACTION_MIN_SEGMENTS,
     DEFAULT_LIMITS,
@@ -48,7 +48,7 @@ class KeyEventLog(EventLog):
         self.store, self.prefix = store, f"{prefix}/events"
 
     def append(self, payload: bytes, *, now: datetime) -> Stamp:
-        stamp = WRITER.stamp(now)
+        stamp = create_stamp(now)
         self.store.set(f"{self.prefix}/{stamp}.{len(payload)}", payload)
         return stamp
 

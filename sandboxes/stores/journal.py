@@ -102,7 +102,12 @@ class Writer:
 
 
 WRITER = Writer()
-os.register_at_fork(after_in_child=WRITER.start)
+os.register_at_fork(after_in_child=lambda: WRITER.start())
+
+
+def create_stamp(now: datetime) -> Stamp:
+    """Return the next stamp of this process."""
+    return WRITER.stamp(now)
 
 
 class Record(NamedTuple):
@@ -139,8 +144,8 @@ class Journal:
     `sync` matters on the filesystem store only: with it an acknowledged record survives a crash of the machine, and not merely
     of the process."""
 
-    def __init__(self, store: KeyValueStore, prefix: str, *, sync: bool = True, writer: Writer = WRITER) -> None:
-        self.store, self.prefix, self.sync, self.writer = store, prefix, sync, writer
+    def __init__(self, store: KeyValueStore, prefix: str, *, sync: bool = True, writer: Writer | None = None) -> None:
+        self.store, self.prefix, self.sync, self.writer = store, prefix, sync, writer or WRITER
 
     def append(self, *payloads: bytes, now: datetime) -> list[Stamp]:
         """Append records durably, in this order, and return their stamps.

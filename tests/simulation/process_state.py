@@ -6,6 +6,7 @@ in tests.simulation.world and tests.simulation.heartbeats. Other module state is
 belongs to a thread, or to streams, gateways and web servers, which no history has."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from leases.api import command_threads
 from leases.atproto import accounts
 from sandboxes import agent_shares, deferred_writes, installation_marks, sweep_log
 from sandboxes.agent_shares import MAX_PASSES_PER_AGENT, AgentShares
+from sandboxes.stores import journal
 from sandboxes.streams import events
 from sandboxes.webhooks import delivery
 
@@ -27,6 +29,7 @@ OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
     (events, "NEWEST_POSITION", events.NewestPosition),
     (command_threads, "_threads", set),
     (delivery, "RUNNING_PASS", delivery.RunningPass),
+    (journal, "WRITER", journal.Writer),
     (deferred_writes, "DEFERRED", deferred_writes.DeferredWrites),
 )
 
@@ -34,13 +37,14 @@ OWN_STATE: Sequence[tuple[ModuleType, str, Callable[[], object]]] = (
 class ProcessState:
     """Module state of one virtual process."""
 
-    def __init__(self) -> None:
-        self._values = [create() for _, _, create in OWN_STATE]
-
     def install(self) -> None:
         """Make this the state of the modules, until another process runs."""
         for (module, name, _), value in zip(OWN_STATE, self._values, strict=True):
             setattr(module, name, value)
+
+    @cached_property
+    def _values(self) -> list[object]:  # created once random identifiers are those of the history
+        return [create() for _, _, create in OWN_STATE]
 
 
 def list_patches() -> list[tuple[Any, str, Any]]:

@@ -41,14 +41,25 @@ MAX_WARM_FAILURES = 3  # in a row, before the circuit breaker of a pool opens
 def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
     """Destroy the sandboxes in `destroying` that are due. A failed row is retried with backoff and blocks no other.
 
-    Those of an agent whose share of the threads is in use are left to the passes that use it, and to later ones."""
+    Those of an agent whose share of the threads is in use are left to the passes that use it, which look for them again."""
     result, clock = SweepResult(), clock_from(now)
     rank = Window(RowNumber(), partition_by=["agent_did"], order_by=["deadline_at", "pk"])  # agents take turns within the limit
-    due = list_by_engine(find_due_for_destroy(now=now).annotate(rank=rank).order_by("rank", "deadline_at"), limit=limit)
-    for sandbox in (turns := EngineTurns(due, clock=clock, until=now + PASS_TIME_LIMIT)):
+    due = find_due_for_destroy(now=now)
+    until = now + PASS_TIME_LIMIT
+    while agents := _destroy_listed(due.annotate(rank=rank).order_by("rank", "deadline_at"), result, clock, until, limit):
+        due = find_due_for_destroy(now=clock()).filter(agent_did__in=agents)
+    return result
+
+
+def _destroy_listed(due: QuerySet[Sandbox], result: SweepResult, clock: Clock, until: datetime, limit: int) -> set[str]:
+    """Destroy up to `limit` of the given sandboxes of each engine. Return the agents of which other passes have left some."""
+    agents = set[str]()
+    for sandbox in (turns := EngineTurns(list_by_engine(due, limit=limit), clock=clock, until=until)):
         try:
             with agent_shares.DESTROYS.entering(sandbox.agent_did) as admitted:
                 destroyed = admitted and destruction.destroy(sandbox.pk, now=clock(), actor="sweep")
+            if admitted and agent_shares.DESTROYS.claim_left(sandbox.agent_did):
+                agents.add(sandbox.agent_did)
             if not admitted:
                 result.note("left for others of the agent")
             elif destroyed:
@@ -61,7 +72,7 @@ def destroy_due(*, now: datetime, limit: int = 200) -> SweepResult:
         except Exception as failed:  # a bug in one provider must not block the others
             log.exception("destroy sweep failed", sandbox=str(sandbox.pk))
             result.failures.append(f"{sandbox.pk}: {failed}")
-    return result
+    return agents
 
 
 def find_due_for_destroy(*, now: datetime) -> QuerySet[Sandbox]:

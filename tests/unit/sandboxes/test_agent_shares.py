@@ -63,7 +63,27 @@ def test_a_pass_beyond_the_share_of_an_agent_destroys_the_sandboxes_of_others(le
     for n, lease in enumerate(lease_all()):
         leasing.release(lease.pk, now=NOW + n * MINUTE)
     last, *_ = run_passes(memory, "destroy", lambda: passes.destroy_due(now=NOW + HOUR), count=3)
-    assert last == {"left for others of the agent": 4, "destroyed": 1}
+    assert last == {"left for others of the agent": 6 - agent_shares.MAX_PASSES_PER_AGENT, "destroyed": 1}
+    assert not Sandbox.objects.exclude(state="destroyed").exists()
+
+
+def test_a_pass_looks_again_for_what_another_has_left_to_it(grant: Callable[..., Lease], memory: MemoryProvider) -> None:
+    """The sandboxes that become due during its call to the engine are in no list of a pass that goes on."""
+    leases = [grant(SLOW_AGENT, f"game-{n}") for n in range(2 + agent_shares.MAX_PASSES_PER_AGENT)]
+    for lease in leases:
+        write(lease)
+    first, *others = [lease.pk for lease in leases]
+    leasing.release(first, now=NOW)
+    counts: list[dict[str, int]] = []
+
+    def release_others(ref: str) -> None:
+        if others:
+            leasing.release(others.pop(), now=NOW)
+            counts.append(passes.destroy_due(now=NOW).counts)
+
+    with memory.before("destroy", release_others):
+        counts.append(passes.destroy_due(now=NOW).counts)
+    assert {"left for others of the agent": 1} in counts
     assert not Sandbox.objects.exclude(state="destroyed").exists()
 
 

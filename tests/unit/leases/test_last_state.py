@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +12,8 @@ from leases import conditions, execution, leasing, one_shot, sweeps
 from leases import fork as forking
 from leases.leasing import LeaseRequest
 from leases.models import Lease
+from sandboxes import agent_shares
+from sandboxes.agent_shares import AgentShares
 from sandboxes.errors import SandboxBusy, SnapshotNotFound
 from sandboxes.models import Pool, Sandbox, Snapshot, Transition
 from sandboxes.models.state import DataEvent
@@ -191,11 +194,16 @@ def test_the_last_state_of_an_elapsed_lease_is_not_forked_before_it_is_stored(gr
 
 
 def test_state_stored_by_an_overtaken_worker_is_not_recorded_a_second_time(grant, at_checkpoint) -> None:
-    """A worker stores longer than its deadline, and a second worker takes over."""
+    """A worker stores longer than its deadline, and a worker of another process takes over."""
     lease: Lease = grant()
     write(lease)
     leasing.release(lease.pk, now=NOW)
-    at_checkpoint("objects stored", lambda: sweeps.reclaim(now=NOW + HOUR))
+
+    def take_over() -> None:
+        with patch.object(agent_shares, "DESTROYS", AgentShares(1)):
+            sweeps.reclaim(now=NOW + HOUR)
+
+    at_checkpoint("objects stored", take_over)
     assert sweeps.reclaim(now=NOW).counts == {"lost race": 1}
     assert (Snapshot.objects.count(), get_state_and_use(lease)) == (1, ("destroyed", 0))
 
